@@ -1,0 +1,7 @@
+//! Halftone: GPTQ quantization of language models on the user's own machine.
+//!
+//! The modules below are listed in the order in which they may use each other: each folder uses
+//! only those above it. ARCHITECTURE.md has the map with a line per file.
+
+pub mod error;
+pub mod storage;
