@@ -5,3 +5,8 @@
 
 pub mod error;
 pub mod storage;
+
+pub mod device;
+pub mod tensor;
+
+pub mod kernels;
