@@ -4,10 +4,7 @@
 //! plain (`A·B`, the sweep's compensation), columns × columns (`Aᵀ·B`, the Hessian). B may be a
 //! weight as stored in a checkpoint, f16 or bf16; products and sums are f32.
 
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef};
-
-use super::parallel::{faer_par, for_chunks};
+use super::matmul::{Product, Strided, Values, matmul};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
@@ -116,82 +113,31 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 }
 
 fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Result<()> {
-    let (m, n) = (a.rows, b.cols);
-    if m == 0 || n == 0 {
-        return Ok(());
-    }
-    let bias = bias.map(Tensor::f32s).transpose()?;
-    let widened;
-    let b_values = match b.tensor.host_data()? {
-        Host::F32(values) => &values[b.offset..],
-        packed => {
-            widened = widen(packed, b)?;
-            &widened
-        }
+    let product = Product {
+        m: a.rows,
+        n: b.cols,
+        k: a.cols,
+        a: strided(a)?,
+        b: strided(b)?,
+        alpha: scaling.alpha,
+        beta: scaling.beta,
+        bias: bias.map(Tensor::f32s).transpose()?,
+        lower: false,
+        parallel: true,
     };
-    let b_ld = if b.tensor.elem() == Elem::F32 {
-        b.ld
-    } else if b.transposed {
-        b.rows
-    } else {
-        b.cols
-    };
-    let a_values = &a.tensor.f32s()?[a.offset..];
-    let c_values = &mut c.tensor.f32s_mut()?[c.offset..];
-    if let Some(bias) = bias {
-        for row in c_values.chunks_mut(c.ld).take(m) {
-            for (value, bias) in row[..n].iter_mut().zip(bias) {
-                *value = *value * scaling.beta + bias;
-            }
-        }
-    }
-    let accum = if bias.is_some() || scaling.beta != 0.0 { Accum::Add } else { Accum::Replace };
-    matmul(
-        dense_mut(c_values, m, n, c.ld),
-        accum,
-        dense(a_values, a),
-        dense(b_values, Mat { ld: b_ld, ..b }),
-        scaling.alpha,
-        faer_par(),
-    );
+    matmul(&mut c.tensor.f32s_mut()?[c.offset..], c.ld, product);
     Ok(())
 }
 
-fn dense<'a>(values: &'a [f32], mat: Mat) -> MatRef<'a, f32> {
-    if mat.transposed {
-        MatRef::from_row_major_slice_with_stride(values, mat.cols, mat.rows, mat.ld).transpose()
-    } else {
-        MatRef::from_row_major_slice_with_stride(values, mat.rows, mat.cols, mat.ld)
-    }
-}
-
-fn dense_mut(values: &mut [f32], rows: usize, cols: usize, ld: usize) -> MatMut<'_, f32> {
-    MatMut::from_row_major_slice_with_stride_mut(values, rows, cols, ld)
-}
-
-/// The stored matrix of 16-bit floats as dense f32 rows.
-fn widen(packed: &Host, b: Mat) -> Result<Vec<f32>> {
-    let (rows, cols) = if b.transposed { (b.cols, b.rows) } else { (b.rows, b.cols) };
-    let mut wide = vec![0f32; rows * cols];
-    for_chunks(&mut wide, cols, |row, out| {
-        let at = b.offset + row * b.ld;
-        match packed {
-            Host::BF16(values) => {
-                for (out, x) in out.iter_mut().zip(&values[at..at + cols]) {
-                    *out = f32::from_bits(u32::from(x.to_bits()) << 16);
-                }
-            }
-            Host::F16(values) => {
-                use half::slice::HalfFloatSliceExt;
-                values[at..at + cols].convert_to_f32_slice(out);
-            }
-            Host::F32(_) | Host::U32(_) | Host::U8(_) => {}
-        }
-    });
-    match packed {
-        Host::BF16(_) | Host::F16(_) => Ok(wide),
-        _ => Err(Error::Internal("gemm: B must hold floats".into())),
-    }
+fn strided<'a>(mat: Mat<'a>) -> Result<Strided<'a>> {
+    let values = match mat.tensor.host_data()? {
+        Host::F32(v) => Values::F32(&v[mat.offset..]),
+        Host::F16(v) => Values::F16(&v[mat.offset..]),
+        Host::BF16(v) => Values::BF16(&v[mat.offset..]),
+        Host::U32(_) | Host::U8(_) => return Err(Error::Internal("gemm: operands must be floats".into())),
+    };
+    let (row, col) = if mat.transposed { (1, mat.ld) } else { (mat.ld, 1) };
+    Ok(Strided { values, row, col })
 }
 
 mod gpu {
@@ -250,4 +196,10 @@ mod tests {
             assert!(c.f32s().unwrap().iter().all(|x| x.abs() < 1e-5));
         }
     }
+}
+
+pub fn syrk_panel(panel: &mut Tensor, x: &Tensor, c0: usize, scaling: Scaling) -> Result<()> {
+    let (t, n, w) = (x.rows(), x.cols(), panel.cols());
+    let x = Mat::of(x);
+    gemm(Target::of(panel), x.part(0, c0, t, n - c0).t(), x.part(0, c0, t, w), scaling, None)
 }

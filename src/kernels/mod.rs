@@ -3,8 +3,17 @@
 //!
 //! The CPU twin is the reference that the kernel is tested against, and a backend of its own.
 
+pub mod cholesky;
+pub mod columns;
+pub mod dequant;
 pub mod gemm;
+pub mod matmul;
+pub mod norm;
 mod parallel;
+pub mod scales;
+mod simd;
+pub mod sweep;
+pub mod symmetric;
 
 #[cfg(test)]
 pub(crate) mod testing;
