@@ -3,6 +3,7 @@
 //! The modules below are listed in the order in which they may use each other: each folder uses
 //! only those above it. ARCHITECTURE.md has the map with a line per file.
 
+pub mod checkpoint;
 pub mod error;
 pub mod storage;
 
