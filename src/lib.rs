@@ -5,3 +5,4 @@
 
 pub mod error;
 pub mod storage;
+pub mod text;
