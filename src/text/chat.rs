@@ -19,6 +19,8 @@ use crate::storage::Source;
 
 const TEMPLATE_FILE: &str = "chat_template.jinja";
 const CONFIG_FILE: &str = "tokenizer_config.json";
+const TOKENS_FILE: &str = "special_tokens_map.json";
+const COPY_AGAIN: &str = "Copy the file again from the original model";
 
 /// A model's chat template with the special tokens that it may name.
 ///
@@ -55,25 +57,27 @@ impl ChatTemplate {
     }
 
     /// The template of a model directory, `None` if it has none. `chat_template.jinja` goes before
-    /// `tokenizer_config.json`, of whose named templates the one called `default` is taken.
+    /// `tokenizer_config.json`, of whose named templates the one called `default` is taken. Special
+    /// tokens that the configuration lacks come from `special_tokens_map.json`, as older files have it.
     pub async fn load(source: &dyn Source) -> Result<Option<Self>> {
         let place = |file: &str| format!("{}/{file}", source.describe());
-        let config = match read_optional(source, CONFIG_FILE).await? {
-            None => serde_json::Value::Null,
-            Some(bytes) => serde_json::from_slice(&bytes).map_err(|error| {
-                let advice = "Copy the file again from the original model";
-                Error::model(place(CONFIG_FILE), format!("not valid JSON: {error}"), advice)
-            })?,
+        let config = read_json(source, CONFIG_FILE).await?;
+        let template = match read_optional(source, TEMPLATE_FILE).await? {
+            Some(bytes) => {
+                let template = String::from_utf8(bytes).map_err(|error| {
+                    let problem = format!("not UTF-8 text: {}", error.utf8_error());
+                    Error::model(place(TEMPLATE_FILE), problem, COPY_AGAIN)
+                })?;
+                Self::new(&template, &config, &place(TEMPLATE_FILE))
+            }
+            None => match template_in_config(&config, &place(CONFIG_FILE))? {
+                Some(template) => Self::new(&template, &config, &place(CONFIG_FILE)),
+                None => return Ok(None),
+            },
         };
-        if let Some(bytes) = read_optional(source, TEMPLATE_FILE).await? {
-            let template = String::from_utf8(bytes).map_err(|error| {
-                let problem = format!("not UTF-8 text: {}", error.utf8_error());
-                Error::model(place(TEMPLATE_FILE), problem, "Copy the file again from the original model")
-            })?;
-            return Ok(Some(Self::new(&template, &config, &place(TEMPLATE_FILE))));
-        }
-        let template = template_in_config(&config, &place(CONFIG_FILE))?;
-        Ok(template.map(|template| Self::new(&template, &config, &place(CONFIG_FILE))))
+        let mut tokens = special_tokens(&read_json(source, TOKENS_FILE).await?);
+        tokens.extend(template.special_tokens);
+        Ok(Some(Self { special_tokens: tokens, ..template }))
     }
 
     /// The text of a conversation: `messages` is a JSON array of objects with `role` and `content`.
@@ -130,6 +134,14 @@ fn environment(clock: Clock) -> Environment<'static> {
     });
     environment.add_function("strftime_now", move |format: &str| clock.format(format));
     environment
+}
+
+/// The content of a JSON file, null if there is no such file.
+async fn read_json(source: &dyn Source, file: &str) -> Result<serde_json::Value> {
+    let Some(bytes) = read_optional(source, file).await? else { return Ok(serde_json::Value::Null) };
+    serde_json::from_slice(&bytes).map_err(|error| {
+        Error::model(format!("{}/{file}", source.describe()), format!("not valid JSON: {error}"), COPY_AGAIN)
+    })
 }
 
 /// The `chat_template` of a `tokenizer_config.json`: a string, or a list of named ones.

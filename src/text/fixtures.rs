@@ -38,8 +38,11 @@ pub(super) fn bpe_json() -> Vec<u8> {
         tokenizer.with_decoder(Some(ByteLevel::default()));
         let mut tokenizer = train(tokenizer, &["<s>", "</s>"], true);
         let bos = tokenizer.token_to_id("<s>").unwrap();
-        let template =
-            TemplateProcessing::builder().try_single("<s> $A").unwrap().special_tokens(vec![("<s>", bos)]).build();
+        let template = TemplateProcessing::builder()
+            .try_single("<s> $A")
+            .unwrap()
+            .special_tokens(vec![("<s>", bos)])
+            .build();
         tokenizer.with_post_processor(Some(template.unwrap()));
         tokenizer.to_string(false).unwrap().into_bytes()
     });
@@ -54,8 +57,7 @@ pub(super) fn metaspace_json() -> Vec<u8> {
         let mut tokenizer = Tokenizer::new(model);
         tokenizer.with_pre_tokenizer(Some(Metaspace::new('▁', PrependScheme::Always, true)));
         let tokenizer = train(tokenizer, &["<unk>", "<s>", "</s>"], false);
-        let mut json: serde_json::Value =
-            serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
+        let mut json: serde_json::Value = serde_json::from_str(&tokenizer.to_string(false).unwrap()).unwrap();
         json["pre_tokenizer"] = serde_json::Value::Null;
         json["normalizer"] = serde_json::json!({"type": "Sequence", "normalizers": [
             {"type": "Prepend", "prepend": "▁"},

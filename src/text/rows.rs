@@ -12,8 +12,14 @@ const KINDS: &str = "\"text\" (a string), \"messages\" (a list of {\"role\", \"c
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Row {
     /// Tokens to be used as they are. Padding, told by an `attention_mask`, is gone already.
-    Ids { ids: Vec<u32>, padding: usize },
-    Messages { messages: Value, tools: Option<Value> },
+    Ids {
+        ids: Vec<u32>,
+        padding: usize,
+    },
+    Messages {
+        messages: Value,
+        tools: Option<Value>,
+    },
     Text(String),
 }
 
@@ -52,9 +58,9 @@ impl<'a> RowFile<'a> {
                 let advice = format!("The file must hold one JSON array of objects, each with {KINDS}");
                 Error::text(name, format!("not a JSON array: {error}"), advice)
             })?),
-            false => Rows::Lines(
-                (1..).zip(content.lines()).filter(|(_, line)| !line.trim().is_empty()).collect(),
-            ),
+            false => {
+                Rows::Lines((1..).zip(content.lines()).filter(|(_, line)| !line.trim().is_empty()).collect())
+            }
         };
         let mut file = Self { name, rows, ids: false };
         for index in 0..file.len() {
@@ -144,7 +150,10 @@ fn row(value: &Value) -> std::result::Result<Row, String> {
         Some(text) => Ok(Row::Text(text.as_str().ok_or("text is not a string")?.to_string())),
         None => {
             let names: Vec<_> = fields.keys().map(String::as_str).collect();
-            Err(format!("none of the fields text, messages, input_ids, only: {}", shortened(names.join(", "))))
+            Err(format!(
+                "none of the fields text, messages, input_ids, only: {}",
+                shortened(names.join(", "))
+            ))
         }
     }
 }
@@ -160,7 +169,9 @@ fn unmasked(mask: &Value, length: usize) -> std::result::Result<std::ops::Range<
     let end = mask.iter().rposition(on).map_or(0, |last| last + 1);
     match mask[first..end].iter().position(|entry| !on(entry)) {
         None => Ok(first..end),
-        Some(at) => Err(format!("attention_mask is 0 at {} between tokens, where no padding can be", first + at)),
+        Some(at) => {
+            Err(format!("attention_mask is 0 at {} between tokens, where no padding can be", first + at))
+        }
     }
 }
 
@@ -209,7 +220,10 @@ mod tests {
     fn padding_is_dropped_by_the_attention_mask() {
         let ids = |mask: Value| row(&json!({"input_ids": [5, 6, 7, 8], "attention_mask": mask}));
         assert_eq!(ids(json!([0, 1, 1, 0])).unwrap(), Row::Ids { ids: vec![6, 7], padding: 2 });
-        assert_eq!(ids(json!([true, true, true, false])).unwrap(), Row::Ids { ids: vec![5, 6, 7], padding: 1 });
+        assert_eq!(
+            ids(json!([true, true, true, false])).unwrap(),
+            Row::Ids { ids: vec![5, 6, 7], padding: 1 }
+        );
         assert_eq!(ids(json!([0, 0, 0, 0])).unwrap(), Row::Ids { ids: vec![], padding: 4 });
         assert!(ids(json!([1, 0, 1, 1])).unwrap_err().contains("0 at 1 between"));
         assert!(ids(json!([1, 1])).unwrap_err().contains("2 entries for 4"));

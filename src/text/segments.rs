@@ -133,7 +133,9 @@ impl fmt::Display for SourceReport {
             SourceKind::RandomWindows => {
                 write!(f, "{}: {samples} random windows of {available} tokens", self.name)?;
             }
-            SourceKind::ConsecutiveWindows => write!(f, "{}: {samples} windows of {available} tokens", self.name)?,
+            SourceKind::ConsecutiveWindows => {
+                write!(f, "{}: {samples} windows of {available} tokens", self.name)?
+            }
             SourceKind::Rows => write!(f, "{}: {samples} of {available} rows", self.name)?,
             SourceKind::InputIds => {
                 write!(f, "{}: {samples} of {available} rows of input_ids, as given", self.name)?;

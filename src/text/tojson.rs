@@ -18,9 +18,7 @@ pub(super) fn tojson(value: &Value, indent: Option<Value>, kwargs: Kwargs) -> Re
         None => None,
     };
     let separators = match kwargs.get::<Option<Value>>("separators")?.filter(|pair| !pair.is_none()) {
-        Some(pair) => {
-            (pair.get_item_by_index(0)?.to_string(), pair.get_item_by_index(1)?.to_string())
-        }
+        Some(pair) => (pair.get_item_by_index(0)?.to_string(), pair.get_item_by_index(1)?.to_string()),
         None => (if indent.is_some() { "," } else { ", " }.to_string(), ": ".to_string()),
     };
     let sort_keys = kwargs.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
@@ -135,9 +133,10 @@ mod tests {
     fn dumps(expression: &str) -> String {
         let mut env = minijinja::Environment::new();
         env.add_filter("tojson", tojson);
-        let x: serde_json::Value =
-            serde_json::from_str(r#"{"b": [1, 2.5, true, null], "a": {"q": "<é'\"\n\u0001>"}, "e": [], "o": {}}"#)
-                .unwrap();
+        let x: serde_json::Value = serde_json::from_str(
+            r#"{"b": [1, 2.5, true, null], "a": {"q": "<é'\"\n\u0001>"}, "e": [], "o": {}}"#,
+        )
+        .unwrap();
         let context = Value::from_pairs([("x", Value::from(Serde(x)))]);
         env.render_str(&format!("{{{{ {expression} }}}}"), context).unwrap()
     }

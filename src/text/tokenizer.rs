@@ -110,7 +110,10 @@ mod tests {
         let ids = tokenizer.encode(TEXT, false).unwrap();
         assert!(ids.len() < TEXT.len() / 2, "merges are used");
         assert_eq!(tokenizer.decode(&ids, false).unwrap(), TEXT);
-        assert_eq!(tokenizer.decode(&tokenizer.encode("naïve 😀", false).unwrap(), true).unwrap(), "naïve 😀");
+        assert_eq!(
+            tokenizer.decode(&tokenizer.encode("naïve 😀", false).unwrap(), true).unwrap(),
+            "naïve 😀"
+        );
     }
 
     #[test]
