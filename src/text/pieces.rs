@@ -40,7 +40,8 @@ impl Tokenizer {
 
     /// The first `limit` ids of `encode(text, add_special_tokens)`, without reading far beyond them.
     pub fn encode_head(&self, text: &str, add_special_tokens: bool, limit: usize) -> Result<Vec<u32>> {
-        self.encode_head_in_pieces(text, add_special_tokens, limit, PIECE_BYTES)
+        // A token has four bytes of English text, less of most others.
+        self.encode_head_in_pieces(text, add_special_tokens, limit, (8 * limit).max(4096))
     }
 
     fn encode_head_in_pieces(
@@ -48,23 +49,20 @@ impl Tokenizer {
         text: &str,
         add_special_tokens: bool,
         limit: usize,
-        piece_bytes: usize,
+        mut piece_bytes: usize,
     ) -> Result<Vec<u32>> {
-        let (head, _) = self.first_cut(text, 0, piece_bytes)?;
-        let mut ids = self.encode(&text[..head], add_special_tokens)?;
-        if head < text.len() {
-            // Tokens that are added at the end stand at the end of the head, where they do not
-            // belong, so only what lies before them can be used.
-            let added = match add_special_tokens {
-                true => self.encode("", true)?.len(),
-                false => 0,
-            };
-            if ids.len() < limit + added {
-                ids = self.encode(text, add_special_tokens)?;
+        // Special tokens that are added at the end stand at the end of a head too, where they do
+        // not belong, so only what lies before them can be used.
+        let added = if add_special_tokens { self.encode("", true)?.len() } else { 0 };
+        loop {
+            let (head, _) = self.first_cut(text, 0, piece_bytes)?;
+            let mut ids = self.encode(&text[..head], add_special_tokens)?;
+            if head == text.len() || ids.len() >= limit + added {
+                ids.truncate(limit);
+                return Ok(ids);
             }
+            piece_bytes *= 4;
         }
-        ids.truncate(limit);
-        Ok(ids)
     }
 
     fn encode_in_pieces(&self, text: &str, piece_bytes: usize) -> Result<Vec<u32>> {
@@ -95,8 +93,8 @@ impl Tokenizer {
             if text.len() - start <= size + size / 4 {
                 return Ok((text.len(), 0));
             }
-            let limit = text.floor_char_boundary(start + size);
-            let middle = text.ceil_char_boundary(start + size / 2);
+            let limit = char_boundary(text, start + size);
+            let middle = char_boundary(text, start + size / 2);
             let places = || text[middle..limit].char_indices().rev().map(|(at, c)| (middle + at, c));
             let at_space = places().filter(|&(at, c)| {
                 c.is_whitespace() && text[..at].chars().next_back().is_some_and(|c| !c.is_whitespace())
@@ -114,8 +112,8 @@ impl Tokenizer {
 
     /// Whether the text can be cut at byte `at`; if so, how many ids the character before it has.
     fn lead_ids_if_safe(&self, text: &str, at: usize) -> Result<Option<usize>> {
-        let from = text.floor_char_boundary(at.saturating_sub(CONTEXT_BYTES));
-        let to = text.ceil_char_boundary((at + CONTEXT_BYTES).min(text.len()));
+        let from = char_boundary(text, at.saturating_sub(CONTEXT_BYTES));
+        let to = char_boundary(text, at + CONTEXT_BYTES);
         let Some(lead) = text[..at].chars().next_back() else { return Ok(None) };
         let lead_ids = self.encode(&text[at - lead.len_utf8()..at], false)?;
         let right = self.encode(&text[at - lead.len_utf8()..to], false)?;
@@ -127,6 +125,11 @@ impl Tokenizer {
             && whole.ends_with(&right[lead_ids.len()..]);
         Ok(safe.then_some(lead_ids.len()))
     }
+}
+
+/// The last boundary between characters at or before byte `at`.
+fn char_boundary(text: &str, at: usize) -> usize {
+    (0..=at.min(text.len())).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0)
 }
 
 #[cfg(test)]
