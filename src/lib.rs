@@ -10,3 +10,5 @@ pub mod device;
 pub mod tensor;
 
 pub mod kernels;
+
+pub mod model;

@@ -3,8 +3,16 @@
 //!
 //! The CPU twin is the reference that the kernel is tested against, and a backend of its own.
 
+pub mod add;
+pub mod attention;
+pub mod cross_entropy;
+pub mod embedding;
 pub mod gemm;
 mod parallel;
+pub mod rmsnorm;
+pub mod rope;
+mod simd;
+pub mod swiglu;
 
 #[cfg(test)]
 pub(crate) mod testing;
