@@ -305,6 +305,14 @@ impl Gpu {
         Ok(())
     }
 
+    /// `count` workgroups as a grid within the limit per dimension. A kernel numbers them
+    /// `group.y * groups.x + group.x` and must ignore the few past `count`.
+    pub fn unfold(&self, count: usize) -> [u32; 3] {
+        let most = self.limits.max_compute_workgroups_per_dimension as usize;
+        let y = count.div_ceil(most).max(1);
+        [count.div_ceil(y) as u32, y as u32, 1]
+    }
+
     fn pipeline(&self, kernel: &Kernel, constants: &[(&str, f64)]) -> Result<Rc<Pipeline>> {
         let key: PipelineKey = (
             kernel.name,

@@ -165,8 +165,10 @@ fn dense<'a>(values: &'a [f32], mat: Mat) -> MatRef<'a, f32> {
     }
 }
 
+/// By way of the transpose: `from_row_major_slice_with_stride_mut` of faer 0.24.4 swaps the strides
+/// and then writes outside of the slice.
 fn dense_mut(values: &mut [f32], rows: usize, cols: usize, ld: usize) -> MatMut<'_, f32> {
-    MatMut::from_row_major_slice_with_stride_mut(values, rows, cols, ld)
+    MatMut::from_column_major_slice_with_stride_mut(values, cols, rows, ld).transpose_mut()
 }
 
 /// The stored matrix of 16-bit floats as dense f32 rows.
@@ -196,24 +198,81 @@ fn widen(packed: &Host, b: Mat) -> Result<Vec<f32>> {
 
 mod gpu {
     use super::*;
-    use crate::device::Gpu;
+    use crate::device::{Access, Gpu, Kernel};
 
-    pub fn gemm(
-        _gpu: &Gpu,
-        _c: Target,
-        _a: Mat,
-        _b: Mat,
-        _scaling: Scaling,
-        _bias: Option<&Tensor>,
-    ) -> Result<()> {
-        Err(Error::Internal("gemm has no GPU kernel yet".into()))
+    /// `GemmParams` of shaders/shared/gemm_params.wgsl; strides and offsets are in elements.
+    #[repr(C)]
+    #[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    pub struct Params {
+        m: u32,
+        n: u32,
+        k: u32,
+        tiles_x: u32,
+        a_offset: u32,
+        a_row: u32,
+        a_col: u32,
+        b_offset: u32,
+        b_row: u32,
+        b_col: u32,
+        c_offset: u32,
+        c_row: u32,
+        alpha: f32,
+        beta: f32,
+        has_bias: u32,
+        lower: u32,
+        row0: u32,
+        pad: [u32; 3],
+    }
+
+    const ANY: Kernel = Kernel {
+        name: "gemm_any",
+        source: include_str!("../../shaders/gemm_any.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::Read, Access::ReadWrite],
+    };
+
+    pub fn gemm(gpu: &Gpu, c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Result<()> {
+        let (m, n, k) = (a.rows, b.cols, a.cols);
+        let strides = |mat: Mat| if mat.transposed { (1, mat.ld) } else { (mat.ld, 1) };
+        let ((a_row, a_col), (b_row, b_col)) = (strides(a), strides(b));
+        let tile = 32;
+        let (tiles_y, tiles_x) = (m.div_ceil(tile), n.div_ceil(tile));
+        let params = Params {
+            m: m as u32,
+            n: n as u32,
+            k: k as u32,
+            tiles_x: tiles_x as u32,
+            a_offset: a.offset as u32,
+            a_row: a_row as u32,
+            a_col: a_col as u32,
+            b_offset: b.offset as u32,
+            b_row: b_row as u32,
+            b_col: b_col as u32,
+            c_offset: c.offset as u32,
+            c_row: c.ld as u32,
+            alpha: scaling.alpha,
+            beta: scaling.beta,
+            has_bias: bias.is_some().into(),
+            lower: 0,
+            row0: 0,
+            pad: [0; 3],
+        };
+        let a_buffer = a.tensor.gpu()?;
+        let buffers = [a_buffer, b.tensor.gpu()?, bias.map_or(Ok(a_buffer), Tensor::gpu)?, c.tensor.gpu()?];
+        gpu.dispatch(
+            &ANY,
+            &[("ELEM", b.tensor.elem().shader_constant())],
+            &buffers,
+            bytemuck::bytes_of(&params),
+            gpu.unfold(tiles_x * tiles_y),
+            2.0 * m as f64 * n as f64 * k as f64,
+        )
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     fn naive(a: &[f32], b: &[f32], m: usize, n: usize, k: usize) -> Vec<f32> {
         let mut c = vec![0f32; m * n];
@@ -248,6 +307,27 @@ mod tests {
             assert!(relative_error(c.f32s().unwrap(), &want) < 1e-6);
             gemm(Target::of(&mut c), a, b, Scaling::SUB, None).unwrap();
             assert!(c.f32s().unwrap().iter().all(|x| x.abs() < 1e-5));
+        }
+    }
+
+    #[test]
+    fn the_gpu_agrees_with_the_cpu_twin() {
+        let Some(gpu) = test_gpu() else { return };
+        for (ta, tb) in [(false, false), (false, true), (true, false)] {
+            for (m, n, k) in [(1, 1, 1), (13, 20, 24), (64, 64, 64), (33, 7, 30), (70, 130, 96)] {
+                let shape = |t, r, c| if t { [c, r] } else { [r, c] };
+                let run = |device: &Device| {
+                    let a = Tensor::from_f32(device, &shape(ta, m, k), noise(m * k, 1)).unwrap();
+                    let b = Tensor::from_f32(device, &shape(tb, k, n), noise(k * n, 2)).unwrap();
+                    let mut c = Tensor::zeros(device, Elem::F32, &[m, n]).unwrap();
+                    let (a, b) = (Mat::of(&a), Mat::of(&b));
+                    let (a, b) = (if ta { a.t() } else { a }, if tb { b.t() } else { b });
+                    gemm(Target::of(&mut c), a, b, Scaling::SET, None).unwrap();
+                    pollster::block_on(c.to_f32()).unwrap()
+                };
+                let error = relative_error(&run(&gpu), &run(&Device::Cpu));
+                assert!(error < 1e-5, "{m}×{n}×{k} {ta} {tb}: {error}");
+            }
         }
     }
 }
