@@ -6,9 +6,8 @@
 //! Gimelshein 2018, arXiv 1805.02867).
 
 use faer::linalg::matmul::matmul;
-use faer::{Accum, MatRef, Par};
+use faer::{Accum, MatMut, MatRef, Par};
 
-use super::gemm::dense_mut;
 use super::parallel::for_chunks;
 use super::simd::{exp_and_sum, max, multiversion};
 use crate::device::Device;
@@ -122,6 +121,11 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             }
         }
     }
+}
+
+/// A row-major view, by way of the transpose: see `gemm`.
+fn dense_mut(values: &mut [f32], rows: usize, cols: usize, ld: usize) -> MatMut<'_, f32> {
+    MatMut::from_column_major_slice_with_stride_mut(values, cols, rows, ld).transpose_mut()
 }
 
 multiversion! {
