@@ -385,23 +385,97 @@ mod tests {
         cases
     }
 
+    fn compare(device: &Device, variant: usize, case: Case, ta: bool, tb: bool) {
+        let Device::Gpu(gpu) = device else { return };
+        force(gpu, variant);
+        let error = relative_error(&case.run(device, ta, tb), &case.run(&Device::Cpu, ta, tb));
+        assert!(error < 1e-5, "{} {ta} {tb} {case:?}: {error}", variants()[variant].name);
+    }
+
     #[test]
-    fn every_kernel_agrees_with_the_cpu_twin() {
+    fn the_register_kernel_and_the_unaligned_one_agree_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        for case in cases() {
+            for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+                compare(&device, 0, case, ta, tb);
+            }
+        }
+    }
+
+    /// Fewer transpositions than above: a software adapter takes seconds to compile each.
+    #[test]
+    fn the_tile_kernel_agrees_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        for case in cases() {
+            match case.elem {
+                Elem::F32 => compare(&device, 1, case, true, false),
+                Elem::BF16 => compare(&device, 2, case, false, true),
+                _ => {}
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_of_many_dispatches_equals_that_of_one() {
         let Some(device) = test_gpu() else { return };
         let Device::Gpu(gpu) = &device else { return };
-        for (index, variant) in variants().iter().enumerate() {
-            force(gpu, index);
-            let t0 = std::time::Instant::now();
-            for case in cases() {
-                for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
-                    let t = std::time::Instant::now();
-                    case.run(&device, ta, tb);
-                    eprintln!("{} {ta} {tb} {case:?} {:?}", variant.name, t.elapsed());
-                    let error = relative_error(&case.run(&device, ta, tb), &case.run(&Device::Cpu, ta, tb));
-                    assert!(error < 1e-5, "{} {ta} {tb} {case:?}: {error}", variant.name);
+        let case = Case { margin: (2, 4), bias: true, ..Case::new(200, 150, 40) };
+        let whole = case.run(&device, false, true);
+        gpu.set_submit_budget(2.0 * 64.0 * 64.0 * 40.0);
+        assert_eq!(case.run(&device, false, true), whole);
+        let tall = Case::new(70_000, 8, 4);
+        gpu.set_submit_budget(1e12);
+        assert!(relative_error(&tall.run(&device, false, true), &tall.run(&Device::Cpu, false, true)) < 1e-5);
+    }
+
+    #[test]
+    fn a_panel_of_the_gram_matrix_is_right_on_and_below_its_diagonal() {
+        let (tokens, n, c0, width) = (37, 200, 64, 72);
+        let x = noise(tokens * n, 5);
+        let want = |row: usize, col: usize| {
+            let sum: f32 = (0..tokens).map(|t| x[t * n + c0 + row] * x[t * n + c0 + col]).sum();
+            0.5 * sum + 2.0
+        };
+        for device in [Some(Device::Cpu), test_gpu()].into_iter().flatten() {
+            let x = Tensor::from_f32(&device, &[tokens, n], x.clone()).unwrap();
+            let rows = n - c0;
+            let mut panel = Tensor::from_f32(&device, &[rows, width], vec![2.0; rows * width]).unwrap();
+            syrk_panel(&mut panel, &x, c0, Scaling { alpha: 0.5, beta: 1.0 }).unwrap();
+            let got = pollster::block_on(panel.to_f32()).unwrap();
+            for row in 0..rows {
+                for col in 0..width.min(row + 1) {
+                    let (got, want) = (got[row * width + col], want(row, col));
+                    assert!((got - want).abs() < 1e-5, "{}: {row}, {col}: {got} {want}", device.describe());
                 }
             }
-            eprintln!("{} {:?}", variant.name, t0.elapsed());
+            assert!(syrk_panel(&mut panel, &x, c0 + 4, Scaling::ADD).is_err());
         }
+    }
+
+    /// With β = 0 what was in C does not matter, not even NaN.
+    #[test]
+    fn an_overwritten_output_may_hold_nan_before() {
+        for device in [Some(Device::Cpu), test_gpu()].into_iter().flatten() {
+            let a = Tensor::from_f32(&device, &[8, 8], noise(64, 1)).unwrap();
+            let bias = Tensor::from_f32(&device, &[8], noise(8, 2)).unwrap();
+            for bias in [None, Some(&bias)] {
+                let mut c = Tensor::from_f32(&device, &[8, 8], vec![f32::NAN; 64]).unwrap();
+                gemm(Target::of(&mut c), Mat::of(&a), Mat::of(&a), Scaling::SET, bias).unwrap();
+                assert!(pollster::block_on(c.to_f32()).unwrap().iter().all(|x| x.is_finite()));
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let a = Tensor::zeros(&Device::Cpu, Elem::F32, &[4, 6]).unwrap();
+        let half = Tensor::zeros(&Device::Cpu, Elem::F16, &[4, 6]).unwrap();
+        let mut c = Tensor::zeros(&Device::Cpu, Elem::F32, &[4, 4]).unwrap();
+        let mut refused = |a, b, bias| gemm(Target::of(&mut c), a, b, Scaling::SET, bias).is_err();
+        assert!(refused(Mat::of(&a), Mat::of(&a), None));
+        assert!(refused(Mat::of(&half), Mat::of(&a).t(), None));
+        assert!(refused(Mat::of(&a), Mat::of(&a).t(), Some(&a)));
+        assert!(refused(Mat { offset: 1, ..Mat::of(&a) }, Mat::of(&a).t(), None));
+        assert!(!refused(Mat::of(&a), Mat::of(&half).t(), None));
     }
 }
