@@ -15,6 +15,8 @@
 @group(0) @binding(3) var<storage, read> bias: array<f32>; // [n], read only if has_bias
 @group(0) @binding(4) var<storage, read_write> c: array<f32>; // [m, n], rows c_row apart
 
+#import gemm_store
+
 override ELEM: u32 = 0u;
 
 fn load_b(at: u32) -> f32 {
@@ -33,39 +35,18 @@ fn main(
     let tile = group.y * groups.x + group.x;
     let i0 = (tile / p.tiles_x) * 32u + local.y * 4u;
     let j0 = (tile % p.tiles_x) * 32u + local.x * 4u;
-    if i0 >= p.m || j0 >= p.n || (p.lower != 0u && p.row0 + i0 + 3u < j0) {
+    if i0 >= p.m || j0 >= p.n || above_diagonal(i0 + 3u, j0) {
         return;
     }
     // Rows and columns past the edge repeat the last one; they are computed and not stored.
     let i = p.a_offset + min(vec4(i0, i0 + 1u, i0 + 2u, i0 + 3u), vec4(p.m - 1u)) * p.a_row;
     let j = p.b_offset + min(vec4(j0, j0 + 1u, j0 + 2u, j0 + 3u), vec4(p.n - 1u)) * p.b_col;
-    var acc0 = vec4<f32>();
-    var acc1 = vec4<f32>();
-    var acc2 = vec4<f32>();
-    var acc3 = vec4<f32>();
+    var acc = mat4x4<f32>(); // transposed: column r is C[i0 + r, j0..]
     for (var l = 0u; l < p.k; l++) {
         let la = l * p.a_col;
         let lb = l * p.b_row;
         let row = vec4(load_b(j.x + lb), load_b(j.y + lb), load_b(j.z + lb), load_b(j.w + lb));
-        acc0 += a[i.x + la] * row;
-        acc1 += a[i.y + la] * row;
-        acc2 += a[i.z + la] * row;
-        acc3 += a[i.w + la] * row;
+        acc += mat4x4<f32>(a[i.x + la] * row, a[i.y + la] * row, a[i.z + la] * row, a[i.w + la] * row);
     }
-    store_row(i0, j0, acc0);
-    store_row(i0 + 1u, j0, acc1);
-    store_row(i0 + 2u, j0, acc2);
-    store_row(i0 + 3u, j0, acc3);
+    store_block(i0, j0, acc);
 }
-
-fn store_row(i: u32, j0: u32, acc: vec4<f32>) {
-    if i >= p.m {
-        return;
-    }
-    store(i, j0, acc.x);
-    store(i, j0 + 1u, acc.y);
-    store(i, j0 + 2u, acc.z);
-    store(i, j0 + 3u, acc.w);
-}
-
-#import gemm_store

@@ -16,10 +16,11 @@ struct GemmParams {
     alpha: f32,
     beta: f32,
     has_bias: u32,
-    // 1: outputs with row0 + row < column need not be written.
+    // 1: outputs with row0 + row < col0 + column need not be written.
     lower: u32,
+    // Where this part of C lies in the whole product.
     row0: u32,
+    col0: u32,
     pad0: u32,
     pad1: u32,
-    pad2: u32,
 }

@@ -22,6 +22,7 @@ pub struct Kernel {
 
 /// The files that `#import name` may name.
 const SHARED: &[(&str, &str)] = &[
+    ("gemm_blocks", include_str!("../../shaders/shared/gemm_blocks.wgsl")),
     ("gemm_params", include_str!("../../shaders/shared/gemm_params.wgsl")),
     ("gemm_store", include_str!("../../shaders/shared/gemm_store.wgsl")),
     ("unpack", include_str!("../../shaders/shared/unpack.wgsl")),
