@@ -18,4 +18,10 @@ pub mod kernels;
 
 pub mod gptq;
 
+pub mod model;
+
 pub mod text;
+
+pub mod pipeline;
+
+pub mod eval;

@@ -36,6 +36,29 @@ struct Recorded {
     groups: [u32; 3],
 }
 
+/// What went wrong since the last wait, as wgpu reports it: not where it happens.
+#[derive(Default)]
+struct Failure {
+    /// The first error, out of memory among them; later ones mostly follow from it.
+    first: Option<String>,
+    /// A lost device stays lost, and silently computes nothing.
+    lost: bool,
+}
+
+impl Failure {
+    fn record(slot: &Mutex<Self>, text: &str, lost: bool) {
+        if let Ok(mut failure) = slot.lock() {
+            // wgpu's messages span lines; an error here is one.
+            failure.first.get_or_insert(text.split_whitespace().collect::<Vec<_>>().join(" "));
+            failure.lost |= lost;
+        }
+    }
+
+    fn take(&mut self) -> Option<String> {
+        if self.lost { self.first.clone() } else { self.first.take() }
+    }
+}
+
 #[derive(Default)]
 struct Batch {
     recorded: Vec<Recorded>,
@@ -53,8 +76,7 @@ pub struct Gpu {
     pipelines: RefCell<HashMap<PipelineKey, Rc<Pipeline>>>,
     batch: RefCell<Batch>,
     pool: RefCell<Pool>,
-    /// The first error that no error scope caught, among them out of memory and device loss.
-    failure: Arc<Mutex<Option<String>>>,
+    failure: Arc<Mutex<Failure>>,
     /// Work, in floating-point operations, after which a batch is sent: about 50 ms' worth.
     submit_budget: Cell<f64>,
     #[cfg(not(target_arch = "wasm32"))]
@@ -96,18 +118,15 @@ impl Gpu {
                 "Update the graphics driver or use the CPU device",
             )
         })?;
-        let failure = Arc::new(Mutex::new(None));
-        let record = |failure: &Arc<Mutex<Option<String>>>, text: String| {
-            if let Ok(mut slot) = failure.lock() {
-                slot.get_or_insert(text);
-            }
-        };
+        let failure = Arc::new(Mutex::new(Failure::default()));
         let slot = failure.clone();
-        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| record(&slot, error.to_string())));
+        device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
+            Failure::record(&slot, &error.to_string(), false);
+        }));
         let slot = failure.clone();
         device.set_device_lost_callback(move |reason, message| {
             if reason != wgpu::DeviceLostReason::Destroyed {
-                record(&slot, format!("the device was lost ({reason:?}): {message}"));
+                Failure::record(&slot, &format!("the device was lost ({reason:?}): {message}"), true);
             }
         });
         let arena = device.create_buffer(&wgpu::BufferDescriptor {
@@ -305,6 +324,14 @@ impl Gpu {
         Ok(())
     }
 
+    /// `count` workgroups as a grid within the limit per dimension. A kernel numbers them
+    /// `group.y * groups.x + group.x` and must ignore the few past `count`.
+    pub fn unfold(&self, count: usize) -> [u32; 3] {
+        let most = self.limits.max_compute_workgroups_per_dimension as usize;
+        let y = count.div_ceil(most).max(1);
+        [count.div_ceil(y) as u32, y as u32, 1]
+    }
+
     fn pipeline(&self, kernel: &Kernel, constants: &[(&str, f64)]) -> Result<Rc<Pipeline>> {
         let key: PipelineKey = (
             kernel.name,
@@ -381,7 +408,7 @@ impl Gpu {
     }
 
     fn check(&self) -> Result<()> {
-        let failure = self.failure.lock().ok().and_then(|mut slot| slot.take());
+        let failure = self.failure.lock().ok().and_then(|mut failure| failure.take());
         match failure {
             None => Ok(()),
             Some(text) => Err(Error::device(

@@ -7,6 +7,8 @@ mod adapters;
 mod gpu;
 mod pool;
 mod shader;
+#[cfg(test)]
+mod tests;
 
 use std::rc::Rc;
 

@@ -21,7 +21,12 @@ pub struct Kernel {
 }
 
 /// The files that `#import name` may name.
-const SHARED: &[(&str, &str)] = &[("unpack", include_str!("../../shaders/shared/unpack.wgsl"))];
+const SHARED: &[(&str, &str)] = &[
+    ("gemm_blocks", include_str!("../../shaders/shared/gemm_blocks.wgsl")),
+    ("gemm_params", include_str!("../../shaders/shared/gemm_params.wgsl")),
+    ("gemm_store", include_str!("../../shaders/shared/gemm_store.wgsl")),
+    ("unpack", include_str!("../../shaders/shared/unpack.wgsl")),
+];
 
 /// Replaces each line `#import name` by the text of `shaders/shared/name.wgsl`.
 ///

@@ -5,9 +5,11 @@
 //! weight as stored in a checkpoint, f16 or bf16; products and sums are f32.
 
 use super::matmul::{Product, Strided, Values, matmul};
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
+
+mod gpu;
 
 /// A matrix inside a tensor: `rows × cols` as it takes part in the product, that is after
 /// transposition.
@@ -87,11 +89,33 @@ impl Scaling {
     pub const SUB: Self = Self { alpha: -1.0, beta: 1.0 };
 }
 
-/// C = α·A·B + β·C (+ bias on every row). A and C are f32; B is f32, f16 or bf16.
+/// C = α·A·B + β·C (+ bias on every row). A, C and the bias are f32; B is f32, f16 or bf16.
 ///
 /// # Errors
-/// [`Error::Internal`] when the shapes do not fit.
+/// [`Error::Internal`] when shapes, element types or devices do not fit.
 pub fn gemm(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Result<()> {
+    product(c, a, b, scaling, bias, false)
+}
+
+/// A panel of a Gram matrix, as the Hessian is stored: C = α·X[:, c0..]ᵀ·X[:, c0..c0+w] + β·C for
+/// a panel [n − c0, w] and X [tokens, n]. What lies above the diagonal (row < column within the
+/// panel) is unspecified, which saves half of a square panel's work.
+///
+/// # Errors
+/// As [`gemm`].
+pub fn syrk_panel(panel: &mut Tensor, x: &Tensor, c0: usize, scaling: Scaling) -> Result<()> {
+    let (tokens, n, width) = (x.rows(), x.cols(), panel.cols());
+    if c0 + width > n || panel.rows() != n - c0 {
+        let (panel, x) = (panel.shape(), x.shape());
+        return Err(Error::Internal(format!("syrk_panel: {panel:?} at column {c0} of {x:?}")));
+    }
+    let a = Mat::of(x).part(0, c0, tokens, n - c0).t();
+    let b = Mat::of(x).part(0, c0, tokens, width);
+    product(Target::of(panel), a, b, scaling, None, true)
+}
+
+/// `lower`: outputs above the diagonal of C need not be computed.
+fn product(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower: bool) -> Result<()> {
     a.check("A")?;
     b.check("B")?;
     let (m, n, k) = (a.rows, b.cols, a.cols);
@@ -99,9 +123,22 @@ pub fn gemm(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) 
     if b.rows != k || n > c.ld || c_end > c.tensor.len() || bias.is_some_and(|bias| bias.len() != n) {
         return Err(Error::Internal(format!("gemm: {m}×{k} times {}×{n} does not fit", b.rows)));
     }
-    match c.tensor.device().clone() {
-        Device::Cpu => cpu(c, a, b, scaling, bias),
-        Device::Gpu(gpu) => gpu::gemm(&gpu, c, a, b, scaling, bias),
+    let floats = [Some(a.tensor), Some(&*c.tensor), bias];
+    if floats.iter().flatten().any(|tensor| tensor.elem() != Elem::F32)
+        || !matches!(b.tensor.elem(), Elem::F32 | Elem::F16 | Elem::BF16)
+    {
+        return Err(Error::Internal("gemm: A, C and the bias must be f32, B floats".into()));
+    }
+    let device = c.tensor.device().clone();
+    if ![Some(a.tensor), Some(b.tensor), bias].iter().flatten().all(|tensor| tensor.device().same(&device)) {
+        return Err(Error::Internal("gemm: tensors of different devices".into()));
+    }
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    match device {
+        Device::Cpu => cpu(c, a, b, scaling, bias, lower),
+        Device::Gpu(gpu) => gpu::gemm(&gpu, c, a, b, scaling, bias, lower),
     }
 }
 
@@ -112,7 +149,22 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     Ok(y)
 }
 
-fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Result<()> {
+pub use gpu::Variant;
+
+/// The kernels among which [`tune`] chooses.
+pub fn variants() -> &'static [Variant] {
+    gpu::VARIANTS
+}
+
+/// Makes `gpu` use one of [`variants`] from here on.
+pub fn force(gpu: &Gpu, index: usize) {
+    gpu.set_tuned(CHOICE, index as u32);
+}
+
+/// The name under which [`Gpu::tuned`](crate::device::Gpu::tuned) keeps the chosen variant.
+const CHOICE: &str = "gemm";
+
+fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower: bool) -> Result<()> {
     let product = Product {
         m: a.rows,
         n: b.cols,
@@ -122,44 +174,31 @@ fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Re
         alpha: scaling.alpha,
         beta: scaling.beta,
         bias: bias.map(Tensor::f32s).transpose()?,
-        lower: false,
+        lower,
         parallel: true,
     };
     matmul(&mut c.tensor.f32s_mut()?[c.offset..], c.ld, product);
     Ok(())
 }
 
+// A matrix without rows may lie at the end of its tensor and beyond.
 fn strided<'a>(mat: Mat<'a>) -> Result<Strided<'a>> {
     let values = match mat.tensor.host_data()? {
-        Host::F32(v) => Values::F32(&v[mat.offset..]),
-        Host::F16(v) => Values::F16(&v[mat.offset..]),
-        Host::BF16(v) => Values::BF16(&v[mat.offset..]),
+        Host::F32(v) => Values::F32(v.get(mat.offset..).unwrap_or_default()),
+        Host::F16(v) => Values::F16(v.get(mat.offset..).unwrap_or_default()),
+        Host::BF16(v) => Values::BF16(v.get(mat.offset..).unwrap_or_default()),
         Host::U32(_) | Host::U8(_) => return Err(Error::Internal("gemm: operands must be floats".into())),
     };
     let (row, col) = if mat.transposed { (1, mat.ld) } else { (mat.ld, 1) };
     Ok(Strided { values, row, col })
 }
 
-mod gpu {
-    use super::*;
-    use crate::device::Gpu;
-
-    pub fn gemm(
-        _gpu: &Gpu,
-        _c: Target,
-        _a: Mat,
-        _b: Mat,
-        _scaling: Scaling,
-        _bias: Option<&Tensor>,
-    ) -> Result<()> {
-        Err(Error::Internal("gemm has no GPU kernel yet".into()))
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     fn naive(a: &[f32], b: &[f32], m: usize, n: usize, k: usize) -> Vec<f32> {
         let mut c = vec![0f32; m * n];
@@ -196,10 +235,179 @@ mod tests {
             assert!(c.f32s().unwrap().iter().all(|x| x.abs() < 1e-5));
         }
     }
-}
 
-pub fn syrk_panel(panel: &mut Tensor, x: &Tensor, c0: usize, scaling: Scaling) -> Result<()> {
-    let (t, n, w) = (x.rows(), x.cols(), panel.cols());
-    let x = Mat::of(x);
-    gemm(Target::of(panel), x.part(0, c0, t, n - c0).t(), x.part(0, c0, t, w), scaling, None)
+    /// A product somewhere inside larger tensors.
+    #[derive(Debug, Clone, Copy)]
+    struct Case {
+        m: usize,
+        n: usize,
+        k: usize,
+        /// Rows and columns of each tensor around its matrix.
+        margin: (usize, usize),
+        elem: Elem,
+        scaling: Scaling,
+        bias: bool,
+    }
+
+    impl Case {
+        fn new(m: usize, n: usize, k: usize) -> Self {
+            Self { m, n, k, margin: (0, 0), elem: Elem::F32, scaling: Scaling::SET, bias: false }
+        }
+
+        /// The whole tensor around C after the product, so that stray writes show.
+        fn run(&self, device: &Device, ta: bool, tb: bool) -> Vec<f32> {
+            let Self { m, n, k, margin, .. } = *self;
+            let tensor = |elem, rows: usize, cols: usize, seed| {
+                let shape = [rows + 2 * margin.0, cols + 2 * margin.1];
+                let values = noise(shape[0] * shape[1], seed);
+                let bytes = match elem {
+                    Elem::F16 => {
+                        bytemuck::cast_slice(&values.iter().map(|x| f16::from_f32(*x)).collect::<Vec<_>>())
+                            .to_vec()
+                    }
+                    Elem::BF16 => {
+                        bytemuck::cast_slice(&values.iter().map(|x| bf16::from_f32(*x)).collect::<Vec<_>>())
+                            .to_vec()
+                    }
+                    _ => bytemuck::cast_slice(&values).to_vec(),
+                };
+                Tensor::from_bytes(device, elem, &shape, &bytes).unwrap()
+            };
+            let swap = |t, rows, cols| if t { (cols, rows) } else { (rows, cols) };
+            let (a_shape, b_shape) = (swap(ta, m, k), swap(tb, k, n));
+            let a = tensor(Elem::F32, a_shape.0, a_shape.1, 1);
+            let b = tensor(self.elem, b_shape.0, b_shape.1, 2);
+            let mut c = tensor(Elem::F32, m, n, 3);
+            let bias = Tensor::from_f32(device, &[n], noise(n, 4)).unwrap();
+            let a = Mat::of(&a).part(margin.0, margin.1, a_shape.0, a_shape.1);
+            let b = Mat::of(&b).part(margin.0, margin.1, b_shape.0, b_shape.1);
+            let (a, b) = (if ta { a.t() } else { a }, if tb { b.t() } else { b });
+            let target = Target::at(&mut c, margin.0, margin.1);
+            gemm(target, a, b, self.scaling, self.bias.then_some(&bias)).unwrap();
+            pollster::block_on(c.to_f32()).unwrap()
+        }
+    }
+
+    fn cases() -> Vec<Case> {
+        let mut cases: Vec<Case> = [
+            (1, 1, 1),
+            (1, 64, 64),
+            (13, 20, 24),
+            (64, 64, 64),
+            (65, 68, 17),
+            (33, 7, 30),
+            (70, 130, 96),
+            (129, 4, 3),
+            (300, 12, 8),
+        ]
+        .into_iter()
+        .map(|(m, n, k)| Case::new(m, n, k))
+        .collect();
+        let scaling = Scaling { alpha: -0.5, beta: 0.25 };
+        for elem in [Elem::F16, Elem::BF16] {
+            cases.push(Case { elem, ..Case::new(20, 72, 40) });
+            cases.push(Case { elem, margin: (3, 4), ..Case::new(20, 76, 36) });
+            cases.push(Case { elem, margin: (1, 3), ..Case::new(5, 9, 11) });
+        }
+        cases.push(Case { margin: (5, 8), scaling, bias: true, ..Case::new(66, 131, 47) });
+        cases.push(Case { margin: (1, 1), scaling: Scaling::SUB, ..Case::new(66, 40, 12) });
+        cases.push(Case { bias: true, ..Case::new(40, 36, 12) });
+        cases.push(Case { scaling: Scaling::ADD, margin: (0, 4), ..Case::new(31, 64, 0) });
+        cases.push(Case { margin: (0, 4), ..Case::new(31, 64, 0) });
+        cases
+    }
+
+    fn compare(device: &Device, variant: usize, case: Case, ta: bool, tb: bool) {
+        let Device::Gpu(gpu) = device else { return };
+        force(gpu, variant);
+        let error = relative_error(&case.run(device, ta, tb), &case.run(&Device::Cpu, ta, tb));
+        assert!(error < 1e-5, "{} {ta} {tb} {case:?}: {error}", variants()[variant].name);
+    }
+
+    #[test]
+    fn the_register_kernel_and_the_unaligned_one_agree_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        for case in cases() {
+            for (ta, tb) in [(false, false), (false, true), (true, false), (true, true)] {
+                compare(&device, 0, case, ta, tb);
+            }
+        }
+    }
+
+    /// Fewer transpositions than above: a software adapter takes seconds to compile each.
+    #[test]
+    fn the_tile_kernel_agrees_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        for case in cases() {
+            match case.elem {
+                Elem::F32 => compare(&device, 1, case, true, false),
+                Elem::BF16 => compare(&device, 2, case, false, true),
+                _ => {}
+            }
+        }
+    }
+
+    #[test]
+    fn a_product_of_many_dispatches_equals_that_of_one() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        let case = Case { margin: (2, 4), bias: true, ..Case::new(200, 150, 40) };
+        let whole = case.run(&device, false, true);
+        gpu.set_submit_budget(2.0 * 64.0 * 64.0 * 40.0);
+        assert_eq!(case.run(&device, false, true), whole);
+        let tall = Case::new(70_000, 8, 4);
+        gpu.set_submit_budget(1e12);
+        assert!(relative_error(&tall.run(&device, false, true), &tall.run(&Device::Cpu, false, true)) < 1e-5);
+    }
+
+    #[test]
+    fn a_panel_of_the_gram_matrix_is_right_on_and_below_its_diagonal() {
+        let (tokens, n, c0, width) = (37, 200, 64, 72);
+        let x = noise(tokens * n, 5);
+        let want = |row: usize, col: usize| {
+            let sum: f32 = (0..tokens).map(|t| x[t * n + c0 + row] * x[t * n + c0 + col]).sum();
+            0.5 * sum + 2.0
+        };
+        for device in [Some(Device::Cpu), test_gpu()].into_iter().flatten() {
+            let x = Tensor::from_f32(&device, &[tokens, n], x.clone()).unwrap();
+            let rows = n - c0;
+            let mut panel = Tensor::from_f32(&device, &[rows, width], vec![2.0; rows * width]).unwrap();
+            syrk_panel(&mut panel, &x, c0, Scaling { alpha: 0.5, beta: 1.0 }).unwrap();
+            let got = pollster::block_on(panel.to_f32()).unwrap();
+            for row in 0..rows {
+                for col in 0..width.min(row + 1) {
+                    let (got, want) = (got[row * width + col], want(row, col));
+                    assert!((got - want).abs() < 1e-5, "{}: {row}, {col}: {got} {want}", device.describe());
+                }
+            }
+            assert!(syrk_panel(&mut panel, &x, c0 + 4, Scaling::ADD).is_err());
+        }
+    }
+
+    /// With β = 0 what was in C does not matter, not even NaN.
+    #[test]
+    fn an_overwritten_output_may_hold_nan_before() {
+        for device in [Some(Device::Cpu), test_gpu()].into_iter().flatten() {
+            let a = Tensor::from_f32(&device, &[8, 8], noise(64, 1)).unwrap();
+            let bias = Tensor::from_f32(&device, &[8], noise(8, 2)).unwrap();
+            for bias in [None, Some(&bias)] {
+                let mut c = Tensor::from_f32(&device, &[8, 8], vec![f32::NAN; 64]).unwrap();
+                gemm(Target::of(&mut c), Mat::of(&a), Mat::of(&a), Scaling::SET, bias).unwrap();
+                assert!(pollster::block_on(c.to_f32()).unwrap().iter().all(|x| x.is_finite()));
+            }
+        }
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused() {
+        let a = Tensor::zeros(&Device::Cpu, Elem::F32, &[4, 6]).unwrap();
+        let half = Tensor::zeros(&Device::Cpu, Elem::F16, &[4, 6]).unwrap();
+        let mut c = Tensor::zeros(&Device::Cpu, Elem::F32, &[4, 4]).unwrap();
+        let mut refused = |a, b, bias| gemm(Target::of(&mut c), a, b, Scaling::SET, bias).is_err();
+        assert!(refused(Mat::of(&a), Mat::of(&a), None));
+        assert!(refused(Mat::of(&half), Mat::of(&a).t(), None));
+        assert!(refused(Mat::of(&a), Mat::of(&a).t(), Some(&a)));
+        assert!(refused(Mat { offset: 1, ..Mat::of(&a) }, Mat::of(&a).t(), None));
+        assert!(!refused(Mat::of(&a), Mat::of(&half).t(), None));
+    }
 }

@@ -19,6 +19,13 @@ pub struct Strided<'a> {
     pub col: usize,
 }
 
+impl Strided<'_> {
+    /// The transpose.
+    pub fn t(self) -> Self {
+        Self { row: self.col, col: self.row, ..self }
+    }
+}
+
 /// Stored elements, from the matrix's first one on.
 #[derive(Clone, Copy)]
 pub enum Values<'a> {
@@ -164,8 +171,7 @@ fn pack_b(
     panel.resize(columns.len().div_ceil(nr) * nr * kc, 0.0);
     let pack = |strip: usize, out: &mut [f32]| {
         let from = columns.start + strip * nr;
-        let source = Strided { row: product.b.col, col: product.b.row, ..product.b };
-        pack_strip(out, nr, source, from..columns.end.min(from + nr), depth.clone());
+        pack_strip(out, nr, product.b.t(), from..columns.end.min(from + nr), depth.clone());
     };
     if product.parallel {
         for_chunks(panel, nr * kc, pack);

@@ -4,7 +4,7 @@
 //! their scale may be negative, which gives the longer tail the end that has one code more.
 
 use super::parallel::for_chunks;
-use super::simd::simd_dispatch;
+use super::simd::multiversion;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
@@ -197,35 +197,31 @@ fn round_scale(kind: GridKind, scale: f32) -> f32 {
 
 const LANES: usize = 16;
 
-simd_dispatch! {
-    fn weighted_loss(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> f32;
-    weighted_loss_body
-}
-
-#[inline(always)]
-fn weighted_loss_body(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> f32 {
-    let inverse = 1.0 / scale;
-    let (low, high) = (-zero, maxq - zero);
-    let term = |w: f32, importance: f32| {
-        let code = (w * inverse).round_ties_even().max(low).min(high);
-        let miss = w - scale * code;
-        importance * (miss * miss)
-    };
-    let mut lanes = [0f32; LANES];
-    let whole = w.len() / LANES * LANES;
-    for (w, importance) in w[..whole].chunks_exact(LANES).zip(importance[..whole].chunks_exact(LANES)) {
-        for l in 0..LANES {
-            lanes[l] += term(w[l], importance[l]);
+multiversion! {
+    fn weighted_loss(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> f32 {
+        let inverse = 1.0 / scale;
+        let (low, high) = (-zero, maxq - zero);
+        let term = |w: f32, importance: f32| {
+            let code = (w * inverse).round_ties_even().max(low).min(high);
+            let miss = w - scale * code;
+            importance * (miss * miss)
+        };
+        let mut lanes = [0f32; LANES];
+        let whole = w.len() / LANES * LANES;
+        for (w, importance) in w[..whole].chunks_exact(LANES).zip(importance[..whole].chunks_exact(LANES)) {
+            for l in 0..LANES {
+                lanes[l] += term(w[l], importance[l]);
+            }
         }
+        let mut sum = 0.0;
+        for lane in lanes {
+            sum += lane;
+        }
+        for (&w, &importance) in w[whole..].iter().zip(&importance[whole..]) {
+            sum += term(w, importance);
+        }
+        sum
     }
-    let mut sum = 0.0;
-    for lane in lanes {
-        sum += lane;
-    }
-    for (&w, &importance) in w[whole..].iter().zip(&importance[whole..]) {
-        sum += term(w, importance);
-    }
-    sum
 }
 
 /// Σ|w − ŵ|^2.4, the measure of the original program.

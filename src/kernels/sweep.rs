@@ -11,7 +11,7 @@
 
 use super::parallel::for_chunks;
 use super::scales::Grid;
-use super::simd::simd_dispatch;
+use super::simd::multiversion;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
@@ -141,35 +141,31 @@ fn cpu(w: &mut Tensor, block: Block, grid: &Grid, codes: &mut Tensor, loss: &mut
     Ok(())
 }
 
-simd_dispatch! {
-    fn sweep_rows(shared: &Shared, rows: &mut Rows);
-    sweep_rows_body
-}
-
-#[inline(always)]
-fn sweep_rows_body(shared: &Shared, rows: &mut Rows) {
-    for j in (0..shared.width).rev() {
-        let group = shared.columns[2 * j + 1] as usize;
-        let (scale, zero) = (rows.scales[group], rows.zeros[group]);
-        let (before, rest) = rows.weights.split_at_mut(j);
-        let w = &mut rest[0];
-        let mut error = [0f32; LANES];
-        for l in 0..LANES {
-            let code = ((w[l] / scale[l]).round_ties_even() + zero[l]).max(0.0).min(shared.maxq);
-            let value = scale[l] * (code - zero[l]);
-            error[l] = w[l] - value;
-            rows.codes[j][l] = code;
-            w[l] = rows.original[j][l] - value;
-        }
-        let Some(inverse) = shared.inverse else { continue };
-        let row = &inverse[j * shared.width..(j + 1) * shared.width];
-        for l in 0..LANES {
-            error[l] /= row[j];
-            rows.loss[l] += error[l] * error[l];
-        }
-        for (w, &factor) in before.iter_mut().zip(row) {
+multiversion! {
+    fn sweep_rows(shared: &Shared, rows: &mut Rows) {
+        for j in (0..shared.width).rev() {
+            let group = shared.columns[2 * j + 1] as usize;
+            let (scale, zero) = (rows.scales[group], rows.zeros[group]);
+            let (before, rest) = rows.weights.split_at_mut(j);
+            let w = &mut rest[0];
+            let mut error = [0f32; LANES];
             for l in 0..LANES {
-                w[l] -= error[l] * factor;
+                let code = ((w[l] / scale[l]).round_ties_even() + zero[l]).max(0.0).min(shared.maxq);
+                let value = scale[l] * (code - zero[l]);
+                error[l] = w[l] - value;
+                rows.codes[j][l] = code;
+                w[l] = rows.original[j][l] - value;
+            }
+            let Some(inverse) = shared.inverse else { continue };
+            let row = &inverse[j * shared.width..(j + 1) * shared.width];
+            for l in 0..LANES {
+                error[l] /= row[j];
+                rows.loss[l] += error[l] * error[l];
+            }
+            for (w, &factor) in before.iter_mut().zip(row) {
+                for l in 0..LANES {
+                    w[l] -= error[l] * factor;
+                }
             }
         }
     }

@@ -34,6 +34,8 @@ pub struct Journal {
     pub blocks_done: usize,
     pub tensors_done: usize,
     pub seconds: f64,
+    /// Some layer's g_idx is not the natural one.
+    pub act_ordered: bool,
     pub modules: Vec<ModuleRow>,
     pub warnings: Vec<String>,
 }
@@ -83,7 +85,11 @@ impl Journal {
             ("--mse", a.mse.to_string(), b.mse.to_string()),
             ("--damp-percent", a.damp_percent.to_string(), b.damp_percent.to_string()),
             ("the device", was.device.clone(), now.device.clone()),
-            ("the micro-batch size (--max-memory)", was.batch_tokens.to_string(), now.batch_tokens.to_string()),
+            (
+                "the micro-batch size (--max-memory)",
+                was.batch_tokens.to_string(),
+                now.batch_tokens.to_string(),
+            ),
             ("Halftone's version", was.version.clone(), now.version.clone()),
         ];
         match pairs.into_iter().find(|(_, was, now)| was != now) {
@@ -111,7 +117,15 @@ mod tests {
             device: "cpu".into(),
             batch_tokens: 2048,
         };
-        Journal { inputs, blocks_done: 1, tensors_done: 9, seconds: 1.5, modules: vec![], warnings: vec![] }
+        Journal {
+            inputs,
+            blocks_done: 1,
+            tensors_done: 9,
+            seconds: 1.5,
+            act_ordered: false,
+            modules: vec![],
+            warnings: vec![],
+        }
     }
 
     #[test]

@@ -117,7 +117,8 @@ mod tests {
     fn only_neighbours_of_equal_length_share_a_batch() {
         let rows = [4, 4, 4, 7, 4].map(|len| vec![1; len]);
         let batches = Batches::new(&rows, 8);
-        let lens: Vec<_> = (0..batches.len()).map(|i| (batches.get(i).ids.len(), batches.get(i).seq_len)).collect();
+        let lens: Vec<_> =
+            (0..batches.len()).map(|i| (batches.get(i).ids.len(), batches.get(i).seq_len)).collect();
         assert_eq!(lens, [(8, 4), (4, 4), (7, 7), (4, 4)]);
         assert_eq!((batches.tokens(), batches.longest()), (23, 7));
     }

@@ -4,8 +4,8 @@
 use std::ops::Range;
 use std::rc::Rc;
 
-use crate::checkpoint::{CONFIG, Layout, PART, QuantConfig};
 use crate::checkpoint::config::edited_config;
+use crate::checkpoint::{CONFIG, Layout, PART, QuantConfig};
 use crate::error::{Error, Result};
 use crate::storage::{FileEntry, LocalFuture, Source};
 
@@ -22,7 +22,7 @@ impl Unfinished {
         let mut files: Vec<FileEntry> = layout
             .shards()
             .iter()
-            .map(|shard| FileEntry { name: shard.name.clone(), size: shard.file_bytes() })
+            .map(|shard| FileEntry { name: shard.name.clone(), size: shard.size })
             .collect();
         files.push(FileEntry { name: CONFIG.to_owned(), size: config.len() as u64 });
         files.sort_by(|a, b| a.name.cmp(&b.name));
