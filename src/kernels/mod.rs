@@ -6,6 +6,7 @@
 pub mod add;
 pub mod attention;
 pub mod cross_entropy;
+mod cut;
 pub mod embedding;
 pub mod gemm;
 mod parallel;
