@@ -154,7 +154,7 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     Ok(y)
 }
 
-pub use gpu::Variant;
+pub use gpu::{KERNELS, Variant};
 pub use tuning::tune;
 
 /// The kernels among which [`tune`] chooses.

@@ -5,6 +5,7 @@
 
 pub mod gemm;
 mod parallel;
+pub mod registry;
 pub mod selftest;
 
 #[cfg(test)]

@@ -42,7 +42,11 @@ pub async fn open_gpu(choice: &AdapterChoice, options: &GpuOptions) -> Result<De
 /// # Errors
 /// [`Error::Device`] naming the step that differs.
 pub async fn self_test(device: &Device) -> Result<()> {
-    for (step, check, tolerance) in CHECKS {
+    run(CHECKS, device).await
+}
+
+async fn run(checks: &[(&str, Check, f32)], device: &Device) -> Result<()> {
+    for (step, check, tolerance) in checks {
         let want = check(&Device::Cpu).await?;
         let refused = |problem: String| {
             Error::device(
@@ -101,6 +105,25 @@ mod tests {
         pollster::block_on(self_test(&Device::Cpu)).unwrap();
         let Some(device) = test_gpu() else { return };
         pollster::block_on(self_test(&device)).unwrap();
+    }
+
+    #[test]
+    fn a_device_that_computes_wrongly_or_fails_is_refused_by_name() {
+        let Some(device) = test_gpu() else { return };
+        let wrong: Check =
+            |device| Box::pin(async { Ok(vec![1.0, if device.is_cpu() { 2.0 } else { 2.1 }]) });
+        let failing: Check = |device| {
+            Box::pin(async {
+                if device.is_cpu() { Ok(vec![]) } else { Err(Error::device("a", "lost", "b")) }
+            })
+        };
+        for (check, reason) in [(wrong, "differ"), (failing, "lost")] {
+            let error = pollster::block_on(run(&[("adding", check, 1e-4)], &device)).unwrap_err();
+            assert!(matches!(error, Error::Device { .. }));
+            let text = error.to_string();
+            let step = format!("refused: self-test of adding failed on {}", device.describe());
+            assert!(text.starts_with(&step) && text.contains(reason), "{text}");
+        }
     }
 
     #[test]

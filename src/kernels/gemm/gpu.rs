@@ -3,6 +3,7 @@
 use super::{Mat, Scaling, Target};
 use crate::device::{Access, Gpu, Kernel};
 use crate::error::Result;
+use crate::kernels::registry::Registered;
 use crate::tensor::Tensor;
 
 /// `GemmParams` of shaders/shared/gemm_params.wgsl; strides and offsets are in elements.
@@ -39,6 +40,10 @@ pub const REG: Kernel =
     Kernel { name: "gemm_reg", source: include_str!("../../../shaders/gemm_reg.wgsl"), bindings: BINDINGS };
 pub const TILE: Kernel =
     Kernel { name: "gemm_tile", source: include_str!("../../../shaders/gemm_tile.wgsl"), bindings: BINDINGS };
+
+/// For [`crate::kernels::registry`].
+pub const KERNELS: &[Registered] =
+    &[(&ANY, size_of::<Params>()), (&REG, size_of::<Params>()), (&TILE, size_of::<Params>())];
 
 /// One way to multiply matrices whose stored rows are aligned to four elements.
 pub struct Variant {
