@@ -80,7 +80,7 @@ pub fn gemm(
     lower: bool,
 ) -> Result<()> {
     let (m, n, k) = (a.rows, b.cols, a.cols);
-    let aligned = |mat: Mat| mat.offset % 4 == 0 && mat.ld % 4 == 0;
+    let aligned = |mat: Mat| mat.offset.is_multiple_of(4) && mat.ld.is_multiple_of(4);
     let variant = if aligned(a) && aligned(b) { variant(gpu) } else { &UNALIGNED };
     let mut constants = vec![("ELEM", b.tensor.elem().shader_constant())];
     if aligned(a) && aligned(b) {

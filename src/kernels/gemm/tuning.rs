@@ -3,7 +3,7 @@
 use web_time::Instant;
 
 use super::gpu::VARIANTS;
-use super::{CHOICE, Mat, Scaling, Target, force, gemm};
+use super::{Mat, Scaling, Target, force, gemm};
 use crate::device::{Device, Gpu};
 use crate::error::Result;
 use crate::tensor::{Elem, Tensor};
@@ -77,6 +77,7 @@ async fn speed(device: &Device, gpu: &Gpu, [m, n, k]: [usize; 3]) -> Result<f64>
 
 #[cfg(test)]
 mod tests {
+    use super::super::CHOICE;
     use super::*;
     use crate::kernels::testing::test_gpu;
 
