@@ -10,8 +10,10 @@ mod cut;
 pub mod embedding;
 pub mod gemm;
 mod parallel;
+pub mod registry;
 pub mod rmsnorm;
 pub mod rope;
+pub mod selftest;
 mod simd;
 pub mod swiglu;
 
