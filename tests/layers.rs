@@ -117,8 +117,9 @@ fn agrees_with_the_original_program(device: &Device) {
         let (mut codes, mut wrong, mut loss, mut golden_loss) = (0, 0, 0.0, 0.0);
         for golden in goldens() {
             let h = panels(device, &golden.hessian, golden.n);
-            let prepared =
-                prepare(&golden.scheme, ScaleType::F32, device, golden.n, Some(&h), &golden.name).await.unwrap();
+            let prepared = prepare(&golden.scheme, ScaleType::F32, device, golden.n, Some(&h), &golden.name)
+                .await
+                .unwrap();
             let weight = Tensor::from_f32(device, &[golden.rows, golden.n], golden.weight.clone()).unwrap();
             let result = quantize_rows(&prepared, &weight).await.unwrap();
             let groups = golden.scheme.groups(golden.n);

@@ -78,7 +78,8 @@ pub async fn run(args: Args) -> Result<()> {
             let scheme = Scheme::preset(preset, bits, Some(GROUP));
             let (tokens, longest) =
                 if scheme.needs_inputs() { (calibration.report.tokens, SEQ_LEN) } else { (0, 0) };
-            let plan = make_plan(&stored, &PlanOptions { scheme, tokens, longest, max_memory: u64::MAX }, &device)?;
+            let plan =
+                make_plan(&stored, &PlanOptions { scheme, tokens, longest, max_memory: u64::MAX }, &device)?;
             let sink = MemorySink::new();
             let nothing = RunOptions { calibration: String::new(), resume_from: None };
             let mut observer = Stoppable(&stop);
@@ -123,7 +124,8 @@ pub async fn run(args: Args) -> Result<()> {
     let cells: Vec<Vec<String>> = rows
         .iter()
         .map(|row| {
-            let preset = row.preset.map_or("16-bit".to_owned(), |preset| format!("{preset:?}").to_lowercase());
+            let preset =
+                row.preset.map_or("16-bit".to_owned(), |preset| format!("{preset:?}").to_lowercase());
             vec![
                 row.bits.to_string(),
                 preset,

@@ -35,7 +35,9 @@ pub async fn run(args: Args) -> Result<()> {
         for spec in stages(&config, layer).into_iter().flat_map(|stage| stage.linears) {
             parameters += (spec.in_features * spec.out_features) as u64;
             let scheme = match &stored.quant {
-                Some(quant) if GptqLinear::is_in(checkpoint, &spec.module) => quant.scheme_of(&spec.module)?,
+                Some(quant) if GptqLinear::is_in(checkpoint, &spec.module) => {
+                    quant.scheme_of(&spec.module)?
+                }
                 _ => None,
             };
             let format = match scheme {

@@ -55,7 +55,10 @@ impl SchemeArgs {
         let group_size = match self.group_size {
             -1 => None,
             size => Some(usize::try_from(size).map_err(|_| {
-                Error::options(format!("--group-size {size} is not a size"), "Use -1, or a number of columns such as 128")
+                Error::options(
+                    format!("--group-size {size} is not a size"),
+                    "Use -1, or a number of columns such as 128",
+                )
             })?),
         };
         let base = Scheme::preset(preset, self.bits, group_size);

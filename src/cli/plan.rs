@@ -64,7 +64,7 @@ pub async fn prepare(
             options.tokens = rows.iter().map(Vec::len).sum();
             options.longest = calibration.seq_len;
         }
-        crate::text::Segments::unnamed(Vec::new())
+        Segments::none()
     } else {
         make_plan(&stored, &options, &device)?;
         let segments = open::calibration(&stored, calibration).await?;
@@ -87,7 +87,11 @@ pub fn check_disk(plan: &Plan, out: &std::path::Path) -> Result<()> {
         Some(free) if free < needed => Err(Error::io(
             "write",
             out.display(),
-            format!("the result takes {}, the disk has {} free; free some space", human_bytes(needed), human_bytes(free)),
+            format!(
+                "the result takes {}, the disk has {} free; free some space",
+                human_bytes(needed),
+                human_bytes(free)
+            ),
         )),
         _ => Ok(()),
     }

@@ -109,8 +109,10 @@ impl Observer for Terminal {
                     _ => String::new(),
                 };
                 let blocks = self.blocks;
-                self.bar
-                    .set_message(format!("block {}/{blocks} {stage}, {rate:.0} tokens/s{removed}", block + 1));
+                self.bar.set_message(format!(
+                    "block {}/{blocks} {stage}, {rate:.0} tokens/s{removed}",
+                    block + 1
+                ));
             }
             Event::Module(row) => {
                 self.losses.0 += row.rtn_loss.unwrap_or(0.0);

@@ -49,7 +49,11 @@ pub async fn run(args: Args) -> Result<()> {
     check_disk(&plan, &args.out)?;
     let (sink, resume_from) = open_out(&args)?;
     if !args.json {
-        let from = if segments.rows.is_empty() { String::new() } else { format!("calibration: {}\n", segments.report) };
+        let from = if segments.rows.is_empty() {
+            String::new()
+        } else {
+            format!("calibration: {}\n", segments.report)
+        };
         println!(
             "{}: {}, {} layers, {} on {}\n{from}",
             args.model.display(),
@@ -65,7 +69,8 @@ pub async fn run(args: Args) -> Result<()> {
     terminal.close();
     let report = outcome?;
     if args.json {
-        let text = serde_json::to_string_pretty(&report).map_err(|error| Error::Internal(error.to_string()))?;
+        let text =
+            serde_json::to_string_pretty(&report).map_err(|error| Error::Internal(error.to_string()))?;
         println!("{text}");
     } else {
         summarize(&report, &args.out);
@@ -102,7 +107,8 @@ fn check_out(args: &Args) -> Result<()> {
         return Ok(());
     }
     // The same refusal as at the end of all checks, but before minutes of tokenizing.
-    let entries = std::fs::read_dir(&args.out).map_err(|error| Error::io("list", args.out.display(), error))?;
+    let entries =
+        std::fs::read_dir(&args.out).map_err(|error| Error::io("list", args.out.display(), error))?;
     match entries.count() {
         0 => Ok(()),
         _ if args.out.join(JOURNAL).exists() => Err(Error::options(

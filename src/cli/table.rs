@@ -22,7 +22,8 @@ pub fn render(header: &[&str], rows: &[Vec<String>]) -> String {
         for (column, cell) in cells.into_iter().enumerate() {
             let pad = " ".repeat(widths[column].saturating_sub(cell.chars().count()));
             let gap = if column == 0 { "" } else { "  " };
-            let cell = if numeric[column] { format!("{gap}{pad}{cell}") } else { format!("{gap}{cell}{pad}") };
+            let cell =
+                if numeric[column] { format!("{gap}{pad}{cell}") } else { format!("{gap}{cell}{pad}") };
             text.push_str(&cell);
         }
         format!("{}\n", text.trim_end())
