@@ -1,0 +1,219 @@
+//! Causal attention with grouped heads and an optional sliding window.
+//!
+//! For each head, out = softmax(scale · Q·Kᵀ + mask) · V, where query i sees the keys j with
+//! j ≤ i and, under a window, j > i − window. No buffer grows with tokens²: the CPU holds the
+//! scores of a tile of query rows, the GPU those of a few keys (online softmax, Milakov and
+//! Gimelshein 2018, arXiv 1805.02867).
+
+use super::matmul::{Product, Strided, Values, matmul};
+use super::parallel::for_chunks;
+use super::simd::{exp_and_sum, max, multiversion};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::tensor::{Elem, Tensor};
+
+/// The shape of an attention layer.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Attention {
+    pub heads: usize,
+    /// Divides `heads`; query head h reads key head h / (heads / kv_heads).
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    /// Multiplies the scores, usually 1/√head_dim.
+    pub scale: f32,
+    /// How many keys a query sees at most, itself included; `None` for all before it.
+    pub window: Option<usize>,
+}
+
+/// Attention over sequences of `seq_len` tokens stacked in rows: q [tokens, heads · head_dim],
+/// k and v [tokens, kv_heads · head_dim], result [tokens, heads · head_dim], all f32.
+///
+/// # Errors
+/// [`Error::Internal`] when the shapes do not fit.
+pub fn causal(q: &Tensor, k: &Tensor, v: &Tensor, shape: &Attention, seq_len: usize) -> Result<Tensor> {
+    let Attention { heads, kv_heads, head_dim, window, .. } = *shape;
+    let tokens = q.rows();
+    let fits = kv_heads > 0
+        && heads.is_multiple_of(kv_heads)
+        && seq_len > 0
+        && tokens.is_multiple_of(seq_len)
+        && window != Some(0)
+        && q.shape() == [tokens, heads * head_dim]
+        && k.shape() == [tokens, kv_heads * head_dim]
+        && v.shape() == k.shape()
+        && q.device().same(k.device())
+        && q.device().same(v.device());
+    if !fits {
+        return Err(Error::Internal(format!(
+            "attention: q {:?}, k {:?}, v {:?} in sequences of {seq_len} for {shape:?}",
+            q.shape(),
+            k.shape(),
+            v.shape()
+        )));
+    }
+    let mut out = Tensor::uninit(q.device(), Elem::F32, &[tokens, heads * head_dim])?;
+    match q.device() {
+        Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, k.f32s()?, v.f32s()?, shape, seq_len),
+        Device::Gpu(_) => return Err(Error::Internal("attention has no GPU kernel yet".into())),
+    }
+    Ok(out)
+}
+
+/// Query rows whose scores are held at a time: enough for a matrix product to run well, few enough
+/// that little is computed above the diagonal.
+const TILE: usize = 64;
+
+fn cpu(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, seq_len: usize) {
+    let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+    // Tiles own whole rows of the result, so tasks never share memory.
+    for_chunks(out, seq_len * width, |sequence, out| {
+        let q = &q[sequence * seq_len * width..][..seq_len * width];
+        let k = &k[sequence * seq_len * kv_width..][..seq_len * kv_width];
+        let v = &v[sequence * seq_len * kv_width..][..seq_len * kv_width];
+        for_chunks(out, TILE * width, |tile, out| {
+            attend(out, &q[tile * TILE * width..], k, v, shape, tile * TILE);
+        });
+    });
+}
+
+/// All heads of the query rows `first..` of one sequence, as many as `out` has.
+fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, first: usize) {
+    let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
+    let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);
+    let rows = out.len() / width;
+    // The keys that some row of the tile sees.
+    let start = window.map_or(0, |window| (first + 1).saturating_sub(window));
+    let keys = first + rows - start;
+    let mut scores = vec![0f32; rows * keys];
+    let mut sums = vec![0f32; rows];
+    for head in 0..heads {
+        let kv_offset = start * kv_width + head / (heads / kv_heads) * head_dim;
+        let rows_of = |values, ld| Strided { values: Values::F32(values), row: ld, col: 1 };
+        let scored = Product {
+            m: rows,
+            n: keys,
+            k: head_dim,
+            a: rows_of(&q[head * head_dim..], width),
+            b: rows_of(&k[kv_offset..], kv_width).t(),
+            alpha: scale,
+            beta: 0.0,
+            bias: None,
+            lower: false,
+            parallel: false,
+        };
+        matmul(&mut scores, keys, scored);
+        for (row, (scores, sum)) in scores.chunks_mut(keys).zip(&mut sums).enumerate() {
+            let end = first + row + 1 - start;
+            let begin = window.map_or(0, |window| end.saturating_sub(window));
+            scores[..begin].fill(0.0);
+            scores[end..].fill(0.0);
+            *sum = softmax_numerators(&mut scores[begin..end]);
+        }
+        let mixed = Product {
+            m: rows,
+            n: head_dim,
+            k: keys,
+            a: rows_of(&scores, keys),
+            b: rows_of(&v[kv_offset..], kv_width),
+            alpha: 1.0,
+            beta: 0.0,
+            bias: None,
+            lower: false,
+            parallel: false,
+        };
+        matmul(&mut out[head * head_dim..], width, mixed);
+        for (row, sum) in out.chunks_mut(width).zip(&sums) {
+            for x in &mut row[head * head_dim..][..head_dim] {
+                *x /= sum;
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Replaces scores by exp(score − largest) and returns their sum.
+    fn softmax_numerators(scores: &mut [f32]) -> f32 {
+        let largest = max(scores);
+        exp_and_sum(scores, largest)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{noise, relative_error};
+
+    /// The definition in f64.
+    fn naive(q: &[f32], k: &[f32], v: &[f32], shape: &Attention, seq_len: usize) -> Vec<f32> {
+        let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
+        let tokens = q.len() / (heads * head_dim);
+        let mut out = vec![0f32; q.len()];
+        for token in 0..tokens {
+            let (first, i) = (token / seq_len * seq_len, token % seq_len);
+            for head in 0..heads {
+                let at = |x: &[f32], token: usize, heads: usize, head: usize, d: usize| {
+                    f64::from(x[(token * heads + head) * head_dim + d])
+                };
+                let kv = head / (heads / kv_heads);
+                let seen: Vec<usize> = (0..=i).filter(|j| window.is_none_or(|w| j + w > i)).collect();
+                let weights: Vec<f64> = seen
+                    .iter()
+                    .map(|j| {
+                        let score: f64 = (0..head_dim)
+                            .map(|d| at(q, token, heads, head, d) * at(k, first + j, kv_heads, kv, d))
+                            .sum();
+                        (score * f64::from(scale)).exp()
+                    })
+                    .collect();
+                let total: f64 = weights.iter().sum();
+                for d in 0..head_dim {
+                    let mixed: f64 =
+                        seen.iter().zip(&weights).map(|(j, w)| w * at(v, first + j, kv_heads, kv, d)).sum();
+                    out[(token * heads + head) * head_dim + d] = (mixed / total) as f32;
+                }
+            }
+        }
+        out
+    }
+
+    fn check(device: &Device) {
+        // Sequences shorter and longer than a tile, windows smaller and larger than one.
+        for (heads, kv_heads, head_dim, seq_len, window) in [
+            (4, 2, 16, 40, None),
+            (4, 2, 32, 40, Some(16)),
+            (2, 2, 64, 150, None),
+            (3, 1, 80, 150, Some(70)),
+            (2, 1, 128, 70, Some(1)),
+            (1, 1, 256, 33, None),
+        ] {
+            let shape =
+                Attention { heads, kv_heads, head_dim, scale: 3.0 / (head_dim as f32).sqrt(), window };
+            let tokens = 2 * seq_len;
+            let q = noise(tokens * heads * head_dim, 1);
+            let k = noise(tokens * kv_heads * head_dim, 2);
+            let v = noise(tokens * kv_heads * head_dim, 3);
+            let want = naive(&q, &k, &v, &shape, seq_len);
+            let tensor = |x, heads| Tensor::from_f32(device, &[tokens, heads * head_dim], x).unwrap();
+            let (q, k, v) = (tensor(q, heads), tensor(k, kv_heads), tensor(v, kv_heads));
+            let got = causal(&q, &k, &v, &shape, seq_len).unwrap();
+            let got = pollster::block_on(got.to_f32()).unwrap();
+            let error = relative_error(&got, &want);
+            assert!(error < 5e-6, "{shape:?}, {seq_len} tokens: {error:e}");
+        }
+    }
+
+    #[test]
+    fn the_cpu_twin_agrees_with_the_definition() {
+        check(&Device::Cpu);
+    }
+
+    #[test]
+    fn an_infinite_activation_does_not_pass_unnoticed() {
+        let shape = Attention { heads: 1, kv_heads: 1, head_dim: 16, scale: 1.0, window: None };
+        let mut values = noise(4 * 16, 1);
+        values[16] = f32::NAN;
+        let x = Tensor::from_f32(&Device::Cpu, &[4, 16], values).unwrap();
+        let got = causal(&x, &x, &x, &shape, 4).unwrap();
+        assert!(got.f32s().unwrap()[16..].iter().any(|x| x.is_nan()));
+    }
+}

@@ -1,0 +1,387 @@
+//! `config.json` of a Hugging Face model, checked.
+
+use serde_json::{Map, Value};
+
+use super::rope::Rope;
+use crate::error::{Error, Result};
+
+/// What the messages call the file.
+pub(super) const PLACE: &str = "config.json";
+
+/// The architectures that [`super::Block`] computes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    Llama,
+    Mistral,
+    Qwen2,
+    Qwen3,
+}
+
+impl Family {
+    const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+
+    /// The `model_type` of `config.json`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Llama => "llama",
+            Self::Mistral => "mistral",
+            Self::Qwen2 => "qwen2",
+            Self::Qwen3 => "qwen3",
+        }
+    }
+}
+
+/// The hyperparameters of a model.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    pub family: Family,
+    pub vocab_size: usize,
+    pub hidden_size: usize,
+    pub intermediate_size: usize,
+    /// Number of blocks.
+    pub layers: usize,
+    pub heads: usize,
+    pub kv_heads: usize,
+    /// Need not be hidden_size / heads.
+    pub head_dim: usize,
+    pub rms_norm_eps: f32,
+    pub rope: Rope,
+    /// For each layer, how many tokens a token sees, itself included; `None` for all before it.
+    pub sliding_window: Vec<Option<usize>>,
+    /// The head's weight is the embedding table.
+    pub tie_word_embeddings: bool,
+    /// Whether q_proj, k_proj and v_proj have biases.
+    pub qkv_bias: bool,
+    /// Whether o_proj has a bias.
+    pub o_bias: bool,
+    /// Whether the linear layers of the MLP have biases.
+    pub mlp_bias: bool,
+    /// Whether queries and keys are normalized per head.
+    pub qk_norm: bool,
+    /// The longest text that the model was made for, in tokens.
+    pub max_position_embeddings: usize,
+    pub bos_token_id: Option<u32>,
+    pub eos_token_ids: Vec<u32>,
+}
+
+impl ModelConfig {
+    /// Reads the content of `config.json`, as Transformers 4 or 5 writes it.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for another architecture, activation, rope type, or experts;
+    /// [`Error::Model`] naming the key that is absent or out of range.
+    pub fn parse(config: &Value) -> Result<Self> {
+        let keys = Keys::of(config)?;
+        let model_type = keys.string("model_type")?.ok_or_else(|| missing("model_type"))?;
+        let family = Family::ALL.into_iter().find(|family| family.name() == model_type).ok_or_else(|| {
+            let names = Family::ALL.map(Family::name).join(", ");
+            Error::unsupported(
+                format!("the model type \"{model_type}\" is not supported"),
+                format!("Supported are {names}"),
+            )
+        })?;
+        for key in ["num_experts", "num_local_experts", "n_routed_experts"] {
+            if keys.number(key)?.is_some_and(|count| count > 0) {
+                return Err(Error::unsupported(
+                    format!("mixtures of experts ({key}) are not supported"),
+                    "Use a model with one MLP per block",
+                ));
+            }
+        }
+        let activation = keys.string("hidden_act")?.unwrap_or("silu");
+        if !["silu", "swish"].contains(&activation) {
+            return Err(Error::unsupported(
+                format!("the activation \"{activation}\" is not supported"),
+                "Supported is silu",
+            ));
+        }
+
+        let hidden_size = keys.positive("hidden_size")?;
+        let layers = keys.positive("num_hidden_layers")?;
+        let heads = keys.positive("num_attention_heads")?;
+        let kv_heads = match keys.number("num_key_value_heads")? {
+            // Early llama models have as many; the other families always had fewer.
+            None if family == Family::Llama || keys.is_null("num_key_value_heads") => heads,
+            None => return Err(missing("num_key_value_heads")),
+            Some(_) => keys.positive("num_key_value_heads")?,
+        };
+        if heads % kv_heads != 0 {
+            return Err(wrong(
+                "num_key_value_heads",
+                format!("{kv_heads} does not divide the {heads} of num_attention_heads"),
+            ));
+        }
+        let head_dim = match keys.number("head_dim")? {
+            Some(_) => keys.positive("head_dim")?,
+            None if family == Family::Qwen3 && !keys.is_null("head_dim") => 128,
+            None if hidden_size % heads == 0 => hidden_size / heads,
+            None => {
+                return Err(wrong(
+                    "hidden_size",
+                    format!("{hidden_size} is not a multiple of the {heads} heads, and there is no head_dim"),
+                ));
+            }
+        };
+        if head_dim % 2 != 0 {
+            return Err(wrong("head_dim", format!("{head_dim} is odd, so rotary embedding has no pairs")));
+        }
+        if keys.float("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+            return Err(partial_rotary());
+        }
+        let max_position_embeddings = keys.positive("max_position_embeddings")?;
+        let rms_norm_eps = keys.float("rms_norm_eps")?.unwrap_or(1e-6);
+        if !(rms_norm_eps > 0.0 && rms_norm_eps < 1.0) {
+            return Err(wrong("rms_norm_eps", format!("{rms_norm_eps} is not a small positive number")));
+        }
+        let attention_bias = keys.bool("attention_bias")?.unwrap_or(false);
+        Ok(Self {
+            family,
+            vocab_size: keys.positive("vocab_size")?,
+            hidden_size,
+            intermediate_size: keys.positive("intermediate_size")?,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            rms_norm_eps: rms_norm_eps as f32,
+            rope: Rope::parse(&keys, max_position_embeddings)?,
+            sliding_window: sliding_windows(&keys, family, layers)?,
+            tie_word_embeddings: keys.bool("tie_word_embeddings")?.unwrap_or(false),
+            qkv_bias: match family {
+                Family::Llama | Family::Qwen3 => attention_bias,
+                Family::Mistral => false,
+                Family::Qwen2 => true,
+            },
+            o_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
+            mlp_bias: family == Family::Llama && keys.bool("mlp_bias")?.unwrap_or(false),
+            qk_norm: family == Family::Qwen3,
+            max_position_embeddings,
+            bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
+            eos_token_ids: keys.token_ids("eos_token_id")?,
+        })
+    }
+}
+
+/// Which layers see only the last tokens, by the rules of each family's configuration class.
+fn sliding_windows(keys: &Keys, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
+    // An absent key means the class's default, null means no window.
+    let window = match keys.number("sliding_window")? {
+        Some(_) => Some(keys.positive("sliding_window")?),
+        None if keys.is_null("sliding_window") => None,
+        None => Some(4096),
+    };
+    match family {
+        Family::Llama => Ok(vec![None; layers]),
+        Family::Mistral => Ok(vec![window; layers]),
+        Family::Qwen2 | Family::Qwen3 => {
+            if !keys.bool("use_sliding_window")?.unwrap_or(false) {
+                return Ok(vec![None; layers]);
+            }
+            let Some(types) = keys.0.get("layer_types").filter(|types| !types.is_null()) else {
+                let full = keys.number("max_window_layers")?.unwrap_or(28) as usize;
+                return Ok((0..layers).map(|layer| window.filter(|_| layer >= full)).collect());
+            };
+            let types = types.as_array().filter(|types| types.len() == layers).ok_or_else(|| {
+                wrong("layer_types", format!("it is not a list of {layers} names, one for each layer"))
+            })?;
+            types
+                .iter()
+                .map(|name| match name.as_str() {
+                    Some("full_attention") => Ok(None),
+                    Some("sliding_attention") => Ok(window),
+                    _ => Err(Error::unsupported(
+                        format!("the layer type {name} is not supported"),
+                        "Supported are \"full_attention\" and \"sliding_attention\"",
+                    )),
+                })
+                .collect()
+        }
+    }
+}
+
+pub(super) fn missing(key: &str) -> Error {
+    Error::model(PLACE, format!("there is no \"{key}\""), "Use the config.json that came with the model")
+}
+
+pub(super) fn wrong(key: &str, problem: impl std::fmt::Display) -> Error {
+    Error::model(
+        PLACE,
+        format!("\"{key}\" is wrong: {problem}"),
+        "Use the config.json that came with the model",
+    )
+}
+
+pub(super) fn partial_rotary() -> Error {
+    Error::unsupported(
+        "rotary embedding of a part of each head (partial_rotary_factor) is not supported",
+        "Use a model that rotates whole heads",
+    )
+}
+
+/// An object of the configuration, read by key with messages that name it.
+pub(super) struct Keys<'a>(pub &'a Map<String, Value>);
+
+impl<'a> Keys<'a> {
+    pub fn of(value: &'a Value) -> Result<Self> {
+        value.as_object().map(Self).ok_or_else(|| {
+            Error::model(PLACE, "it is not a JSON object", "Use the config.json that came with the model")
+        })
+    }
+
+    /// The key is there and says null.
+    pub fn is_null(&self, key: &str) -> bool {
+        self.0.get(key).is_some_and(Value::is_null)
+    }
+
+    /// The value, unless absent or null.
+    pub fn get(&self, key: &str) -> Option<&'a Value> {
+        self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    fn typed<T>(&self, key: &str, kind: &str, convert: impl Fn(&'a Value) -> Option<T>) -> Result<Option<T>> {
+        self.get(key)
+            .map(|value| convert(value).ok_or_else(|| wrong(key, format!("{value} is not {kind}"))))
+            .transpose()
+    }
+
+    pub fn number(&self, key: &str) -> Result<Option<u64>> {
+        self.typed(key, "a whole number", Value::as_u64)
+    }
+
+    pub fn float(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    pub fn bool(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub fn string(&self, key: &str) -> Result<Option<&'a str>> {
+        self.typed(key, "a text", Value::as_str)
+    }
+
+    /// A required size: at least 1, and small enough that products of two cannot overflow.
+    pub fn positive(&self, key: &str) -> Result<usize> {
+        match self.number(key)? {
+            None => Err(missing(key)),
+            Some(value) if (1..1 << 24).contains(&value) => Ok(value as usize),
+            Some(value) => Err(wrong(key, format!("{value} is not between 1 and {}", (1 << 24) - 1))),
+        }
+    }
+
+    /// One id or a list of them.
+    fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        let Some(value) = self.get(key) else { return Ok(vec![]) };
+        let list = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
+        list.iter()
+            .map(|id| {
+                id.as_u64()
+                    .and_then(|id| u32::try_from(id).ok())
+                    .ok_or_else(|| wrong(key, format!("{id} is not a token id")))
+            })
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn llama() -> Value {
+        json!({
+            "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 512,
+        })
+    }
+
+    fn with(changes: Value) -> Value {
+        let mut config = llama();
+        let object = config.as_object_mut().unwrap();
+        for (key, value) in changes.as_object().unwrap() {
+            object.insert(key.clone(), value.clone());
+        }
+        config
+    }
+
+    fn error(config: &Value) -> String {
+        ModelConfig::parse(config).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn absent_keys_take_the_defaults_of_transformers() {
+        let config = ModelConfig::parse(&llama()).unwrap();
+        assert_eq!((config.kv_heads, config.head_dim), (4, 16));
+        assert_eq!(config.rms_norm_eps, 1e-6);
+        assert_eq!(config.rope.theta, 10_000.0);
+        assert_eq!(config.sliding_window, [None, None]);
+        assert!(!config.tie_word_embeddings && !config.qkv_bias && !config.qk_norm);
+        let qwen3 = with(json!({"model_type": "qwen3", "num_key_value_heads": 2}));
+        assert_eq!(ModelConfig::parse(&qwen3).unwrap().head_dim, 128);
+        let null = with(json!({"head_dim": null, "num_key_value_heads": null}));
+        assert_eq!(ModelConfig::parse(&null).unwrap().head_dim, 16);
+    }
+
+    #[test]
+    fn windows_follow_each_family() {
+        let windows = |changes| ModelConfig::parse(&with(changes)).unwrap().sliding_window;
+        let mistral = |window: Value| {
+            windows(json!({"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": window}))
+        };
+        assert_eq!(mistral(json!(16)), [Some(16), Some(16)]);
+        assert_eq!(mistral(Value::Null), [None, None]);
+        assert_eq!(windows(json!({"sliding_window": 16})), [None, None]);
+        let qwen = json!({"model_type": "qwen2", "num_key_value_heads": 2, "sliding_window": 16});
+        let qwen = |changes: Value| {
+            let mut all = qwen.clone();
+            all.as_object_mut().unwrap().extend(changes.as_object().unwrap().clone());
+            windows(all)
+        };
+        assert_eq!(qwen(json!({})), [None, None]);
+        assert_eq!(qwen(json!({"use_sliding_window": true, "max_window_layers": 1})), [None, Some(16)]);
+        let types = json!(["sliding_attention", "full_attention"]);
+        assert_eq!(qwen(json!({"use_sliding_window": true, "layer_types": types})), [Some(16), None]);
+    }
+
+    #[test]
+    fn what_cannot_be_computed_is_refused_by_name() {
+        let text = error(&with(json!({"model_type": "mamba"})));
+        assert!(text.contains("\"mamba\"") && text.contains("llama, mistral, qwen2, qwen3"), "{text}");
+        assert!(error(&with(json!({"hidden_act": "gelu"}))).contains("\"gelu\""));
+        assert!(error(&with(json!({"num_local_experts": 8}))).contains("num_local_experts"));
+        assert!(error(&with(json!({"partial_rotary_factor": 0.5}))).contains("partial_rotary_factor"));
+        let rope = json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}});
+        let text = error(&with(rope));
+        assert!(text.contains("longrope") && text.contains("yarn"), "{text}");
+    }
+
+    #[test]
+    fn wrong_numbers_are_refused_by_key() {
+        for key in llama().as_object().unwrap().keys() {
+            let mut config = llama();
+            config.as_object_mut().unwrap().remove(key);
+            assert!(error(&config).contains(&format!("\"{key}\"")), "{}", error(&config));
+        }
+        for (changes, words) in [
+            (json!({"num_attention_heads": 0}), "\"num_attention_heads\" is wrong: 0"),
+            (json!({"hidden_size": -3}), "\"hidden_size\" is wrong: -3"),
+            (json!({"hidden_size": "64"}), "\"hidden_size\" is wrong"),
+            (json!({"hidden_size": 66}), "66 is not a multiple of the 4 heads"),
+            (json!({"num_key_value_heads": 3}), "3 does not divide the 4"),
+            (json!({"head_dim": 15}), "15 is odd"),
+            (json!({"rms_norm_eps": 0.0}), "\"rms_norm_eps\""),
+            (json!({"vocab_size": 1u64 << 40}), "\"vocab_size\""),
+        ] {
+            let text = error(&with(changes));
+            assert!(text.contains(words), "{text}");
+        }
+        assert!(error(&json!([])).contains("not a JSON object"));
+    }
+
+    #[test]
+    fn token_ids_may_be_one_or_many() {
+        let config = with(json!({"bos_token_id": 1, "eos_token_id": [2, 3]}));
+        let config = ModelConfig::parse(&config).unwrap();
+        assert_eq!((config.bos_token_id, config.eos_token_ids), (Some(1), vec![2, 3]));
+    }
+}

@@ -1,0 +1,142 @@
+//! The two ends of a model: the embedding table and the language-model head.
+
+use super::arch::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use super::config::ModelConfig;
+use super::linear::Linear;
+use super::weights::{Weights, check, load_f32, load_row_chunks};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernels::cross_entropy::nll;
+use crate::kernels::embedding::gather;
+use crate::kernels::rmsnorm::rmsnorm;
+use crate::tensor::Tensor;
+
+/// How much of the table is read at a time when only some rows are kept.
+const PIECE_BYTES: usize = 8 << 20;
+
+/// The embedding table, or those of its rows that a text uses.
+pub struct Embedding {
+    chunks: Vec<Tensor>,
+    /// For a table of some rows only: the ids that have one, sorted; row i is that of `ids[i]`.
+    kept: Option<Vec<u32>>,
+}
+
+impl Embedding {
+    /// The whole table.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when the tensor is absent or has the wrong shape.
+    pub async fn load<W: Weights + ?Sized>(
+        config: &ModelConfig,
+        weights: &W,
+        device: &Device,
+    ) -> Result<Self> {
+        let shape = [config.vocab_size, config.hidden_size];
+        Ok(Self { chunks: load_row_chunks(weights, EMBEDDING, shape, device).await?, kept: None })
+    }
+
+    /// Only the rows of `ids`, read piece by piece: a calibration text uses a fraction of a large
+    /// vocabulary.
+    ///
+    /// # Errors
+    /// [`Error::Text`] when an id is not below the vocabulary size, else as [`Embedding::load`].
+    pub async fn load_rows<W: Weights + ?Sized>(
+        config: &ModelConfig,
+        weights: &W,
+        device: &Device,
+        ids: impl IntoIterator<Item = u32>,
+    ) -> Result<Self> {
+        let (vocab, cols) = (config.vocab_size, config.hidden_size);
+        let elem = check(weights, EMBEDDING, &[vocab, cols])?;
+        let row_bytes = cols * elem.bytes();
+        let mut kept: Vec<u32> = ids.into_iter().collect();
+        kept.sort_unstable();
+        kept.dedup();
+        if let Some(&largest) = kept.last().filter(|&&id| id as usize >= vocab) {
+            return Err(outside(largest, vocab));
+        }
+        let mut bytes = Vec::with_capacity(kept.len() * row_bytes);
+        let piece_rows = (PIECE_BYTES / row_bytes).max(1);
+        let mut rest = kept.as_slice();
+        while let (Some(&first), Some(_)) = (rest.first(), rest.last()) {
+            let first = first as usize;
+            let count = rest.partition_point(|&id| (id as usize) < first + piece_rows);
+            let (here, after) = rest.split_at(count);
+            let last = here[count - 1] as usize;
+            let piece = weights.read_rows(EMBEDDING, first..last + 1).await?;
+            for &id in here {
+                bytes.extend_from_slice(&piece[(id as usize - first) * row_bytes..][..row_bytes]);
+            }
+            rest = after;
+        }
+        let mut chunks = vec![];
+        for range in Linear::chunk_rows(device, kept.len(), row_bytes) {
+            let part = &bytes[range.start * row_bytes..range.end * row_bytes];
+            chunks.push(Tensor::from_bytes(device, elem, &[range.len(), cols], part)?);
+        }
+        Ok(Self { chunks, kept: Some(kept) })
+    }
+
+    /// The first block's input, [tokens, hidden] in f32.
+    ///
+    /// # Errors
+    /// [`Error::Text`] when an id has no row.
+    pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+        let Some(kept) = &self.kept else { return gather(&self.chunks, ids) };
+        let row = |id: &u32| match kept.binary_search(id) {
+            Ok(row) => Ok(row as u32),
+            Err(_) => Err(Error::Internal(format!("no embedding was loaded for token id {id}"))),
+        };
+        gather(&self.chunks, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
+    }
+}
+
+/// The final norm and the language-model head.
+pub struct Head {
+    norm: Tensor,
+    eps: f32,
+    weight: Linear,
+}
+
+impl Head {
+    /// Loads the head's own weight, or the embedding table where the two are tied.
+    ///
+    /// # Errors
+    /// [`Error::Model`] when a tensor is absent or has the wrong shape.
+    pub async fn load<W: Weights + ?Sized>(
+        config: &ModelConfig,
+        weights: &W,
+        device: &Device,
+    ) -> Result<Self> {
+        let (vocab, hidden) = (config.vocab_size, config.hidden_size);
+        let norm = load_f32(weights, FINAL_NORM, &[hidden]).await?;
+        let name = if config.tie_word_embeddings { EMBEDDING } else { LM_HEAD };
+        Ok(Self {
+            norm: Tensor::from_f32(device, &[hidden], norm)?,
+            eps: config.rms_norm_eps,
+            weight: Linear::new(load_row_chunks(weights, name, [vocab, hidden], device).await?, None)?,
+        })
+    }
+
+    /// Logits [tokens, vocab] of the last block's output.
+    ///
+    /// # Errors
+    /// [`Error::Device`] when they are more than one tensor may hold.
+    pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
+        self.weight.forward(&rmsnorm(h, &self.norm, self.eps)?)
+    }
+
+    /// −ln p(target) in nats for each row of the last block's output; see
+    /// [`crate::kernels::cross_entropy::nll`].
+    pub async fn nll(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
+        nll(&rmsnorm(h, &self.norm, self.eps)?, self.weight.chunks(), targets).await
+    }
+}
+
+fn outside(id: u32, vocab: usize) -> Error {
+    Error::text(
+        format!("token id {id}"),
+        format!("it is not below the vocabulary size {vocab}"),
+        "Use the tokenizer that belongs to the model",
+    )
+}

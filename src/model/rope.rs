@@ -1,0 +1,239 @@
+//! Rotary frequencies, from the configuration.
+//!
+//! The formulas are those of `modeling_rope_utils.py` in Transformers, computed in f64.
+
+use std::f64::consts::TAU;
+
+use super::config::{Keys, partial_rotary, wrong};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernels::rope::RopeTable;
+
+/// How positions turn the pairs of a head.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    /// Pair i of d/2 turns by position · theta^(−2i/d), before scaling.
+    pub theta: f64,
+    pub kind: RopeKind,
+}
+
+/// How a model trained on short texts was stretched to longer ones.
+#[derive(Debug, Clone, PartialEq)]
+pub enum RopeKind {
+    Default,
+    /// All frequencies divided (Chen et al. 2023, arXiv 2306.15595).
+    Linear {
+        factor: f64,
+    },
+    /// Slow pairs divided, fast ones kept, a blend between (Llama 3.1).
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_positions: f64,
+    },
+    /// The blend by number of turns, and larger cosines (Peng et al. 2023, arXiv 2309.00071).
+    Yarn {
+        factor: f64,
+        original_positions: f64,
+        beta_fast: f64,
+        beta_slow: f64,
+        /// Whether the blend's ends are rounded to whole pairs.
+        truncate: bool,
+        /// Multiplies cosines and sines.
+        attention_factor: f64,
+    },
+}
+
+impl Rope {
+    /// From `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (4).
+    pub(super) fn parse(config: &Keys, max_positions: usize) -> Result<Self> {
+        let key = if config.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
+        let none = serde_json::Map::new();
+        let keys = match config.get(key) {
+            None => Keys(&none),
+            Some(value) => Keys(value.as_object().ok_or_else(|| wrong(key, "it is not an object"))?),
+        };
+        let theta = match keys.float("rope_theta")? {
+            Some(theta) => theta,
+            None => config.float("rope_theta")?.unwrap_or(10_000.0),
+        };
+        if !(theta > 1.0 && theta.is_finite()) {
+            return Err(wrong("rope_theta", format!("{theta} is not above 1")));
+        }
+        if keys.float("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+            return Err(partial_rotary());
+        }
+        if keys.0.values().any(serde_json::Value::is_object) {
+            return Err(Error::unsupported(
+                format!("a \"{key}\" that differs between kinds of layers is not supported"),
+                "Use a model with one rotary embedding",
+            ));
+        }
+        let kind = match keys.string("rope_type")? {
+            Some(kind) => kind,
+            None => keys.string("type")?.unwrap_or("default"),
+        };
+        let positive = |name: &str| match keys.float(name)? {
+            Some(value) if value > 0.0 && value.is_finite() => Ok(Some(value)),
+            Some(value) => Err(wrong(&format!("{key}.{name}"), format!("{value} is not positive"))),
+            None => Ok(None),
+        };
+        let required = |name: &str| {
+            positive(name)?.ok_or_else(|| wrong(key, format!("type \"{kind}\" needs a \"{name}\"")))
+        };
+        let kind = match kind {
+            "default" => RopeKind::Default,
+            "linear" => RopeKind::Linear { factor: required("factor")? },
+            "llama3" => {
+                let (low, high) = (required("low_freq_factor")?, required("high_freq_factor")?);
+                if high <= low {
+                    return Err(wrong(key, "high_freq_factor is not above low_freq_factor"));
+                }
+                RopeKind::Llama3 {
+                    factor: required("factor")?,
+                    low_freq_factor: low,
+                    high_freq_factor: high,
+                    original_positions: required("original_max_position_embeddings")?,
+                }
+            }
+            "yarn" => {
+                let original_positions =
+                    positive("original_max_position_embeddings")?.unwrap_or(max_positions as f64);
+                let factor = match positive("factor")? {
+                    Some(factor) => factor,
+                    None => max_positions as f64 / original_positions,
+                };
+                // A factor or scale of 0 counts as absent, as it does in Python.
+                let scale = |name: &str| Ok::<_, Error>(keys.float(name)?.filter(|&scale| scale != 0.0));
+                let magnitude =
+                    |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+                let attention_factor = match keys.float("attention_factor")? {
+                    Some(given) => given,
+                    None => match (scale("mscale")?, scale("mscale_all_dim")?) {
+                        (Some(scale), Some(all)) => magnitude(scale) / magnitude(all),
+                        _ => magnitude(1.0),
+                    },
+                };
+                RopeKind::Yarn {
+                    factor,
+                    original_positions,
+                    beta_fast: scale("beta_fast")?.unwrap_or(32.0),
+                    beta_slow: scale("beta_slow")?.unwrap_or(1.0),
+                    truncate: keys.bool("truncate")?.unwrap_or(true),
+                    attention_factor,
+                }
+            }
+            other => {
+                return Err(Error::unsupported(
+                    format!("the rope type \"{other}\" is not supported"),
+                    "Supported are default, linear, llama3, yarn",
+                ));
+            }
+        };
+        Ok(Self { theta, kind })
+    }
+
+    /// Radians per position of each pair, head_dim / 2 of them.
+    pub fn inv_freq(&self, head_dim: usize) -> Vec<f64> {
+        let d = head_dim as f64;
+        let plain = (0..head_dim / 2).map(|i| self.theta.powf(-2.0 * i as f64 / d));
+        match self.kind {
+            RopeKind::Default => plain.collect(),
+            RopeKind::Linear { factor } => plain.map(|freq| freq / factor).collect(),
+            RopeKind::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => plain
+                .map(|freq| {
+                    let turns = original_positions * freq / TAU;
+                    let kept =
+                        ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
+                    (1.0 - kept) * freq / factor + kept * freq
+                })
+                .collect(),
+            RopeKind::Yarn { factor, original_positions, beta_fast, beta_slow, truncate, .. } => {
+                // The pair that makes `turns` turns over the original length.
+                let pair_of =
+                    |turns: f64| d * (original_positions / (turns * TAU)).ln() / (2.0 * self.theta.ln());
+                let (mut low, mut high) = (pair_of(beta_fast), pair_of(beta_slow));
+                if truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(d - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                plain
+                    .enumerate()
+                    .map(|(i, freq)| {
+                        let divided = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                        divided * freq / factor + (1.0 - divided) * freq
+                    })
+                    .collect()
+            }
+        }
+    }
+
+    /// Cosines and sines for positions below `positions`.
+    pub fn table(&self, device: &Device, head_dim: usize, positions: usize) -> Result<RopeTable> {
+        let magnitude = match self.kind {
+            RopeKind::Yarn { attention_factor, .. } => attention_factor,
+            _ => 1.0,
+        };
+        RopeTable::new(device, &self.inv_freq(head_dim), magnitude, positions)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn parse(config: serde_json::Value) -> Result<Rope> {
+        Rope::parse(&Keys::of(&config)?, 4096)
+    }
+
+    #[test]
+    fn both_spellings_mean_the_same() {
+        let five = json!({"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 4.0}});
+        let four = json!({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}});
+        let want = Rope { theta: 5e5, kind: RopeKind::Linear { factor: 4.0 } };
+        assert_eq!(parse(five).unwrap(), want);
+        assert_eq!(parse(four).unwrap(), want);
+        let want = Rope { theta: 1e6, kind: RopeKind::Default };
+        assert_eq!(parse(json!({"rope_theta": 1e6, "rope_scaling": null})).unwrap(), want);
+    }
+
+    /// Figures of the formulas of `_compute_yarn_parameters` in Transformers for these settings.
+    #[test]
+    fn yarn_gives_the_frequencies_of_transformers() {
+        let rope = parse(json!({"rope_theta": 10000.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}))
+        .unwrap();
+        let got = rope.inv_freq(16);
+        for (got, want) in got.iter().zip(YARN_16) {
+            assert!((got - want).abs() < 1e-6 * want, "{got} {want}");
+        }
+        let RopeKind::Yarn { attention_factor, .. } = rope.kind else { panic!("{rope:?}") };
+        assert!((attention_factor - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
+    }
+
+    const YARN_16: [f64; 8] = [
+        1.0,
+        0.316_227_766_016_837_94,
+        0.1,
+        0.025_693_505_988_868_08,
+        0.006_25,
+        0.001_383_496_476_323_665_7,
+        0.000_25,
+        7.905_694_150_420_948e-5,
+    ];
+
+    #[test]
+    fn incomplete_parameters_are_refused_by_name() {
+        let text = |config| parse(config).unwrap_err().to_string();
+        assert!(text(json!({"rope_scaling": {"type": "linear"}})).contains("needs a \"factor\""));
+        assert!(text(json!({"rope_scaling": {"type": "linear", "factor": -1.0}})).contains("not positive"));
+        assert!(text(json!({"rope_theta": 0.0})).contains("rope_theta"));
+        let nested = json!({"rope_parameters": {"full_attention": {"rope_type": "default"}}});
+        assert!(text(nested).contains("kinds of layers"));
+    }
+}
