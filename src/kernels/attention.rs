@@ -5,9 +5,7 @@
 //! scores of a tile of query rows, the GPU those of a few keys (online softmax, Milakov and
 //! Gimelshein 2018, arXiv 1805.02867).
 
-use faer::linalg::matmul::matmul;
-use faer::{Accum, MatMut, MatRef, Par};
-
+use super::matmul::{Product, Strided, Values, matmul};
 use super::parallel::for_chunks;
 use super::simd::{exp_and_sum, max, multiversion};
 use crate::device::Device;
@@ -94,16 +92,20 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
     let mut sums = vec![0f32; rows];
     for head in 0..heads {
         let kv_offset = start * kv_width + head / (heads / kv_heads) * head_dim;
-        let matrix =
-            |values, rows, cols, ld| MatRef::from_row_major_slice_with_stride(values, rows, cols, ld);
-        matmul(
-            dense_mut(&mut scores, rows, keys, keys),
-            Accum::Replace,
-            matrix(&q[head * head_dim..], rows, head_dim, width),
-            matrix(&k[kv_offset..], keys, head_dim, kv_width).transpose(),
-            scale,
-            Par::Seq,
-        );
+        let rows_of = |values, ld| Strided { values: Values::F32(values), row: ld, col: 1 };
+        let scored = Product {
+            m: rows,
+            n: keys,
+            k: head_dim,
+            a: rows_of(&q[head * head_dim..], width),
+            b: rows_of(&k[kv_offset..], kv_width).t(),
+            alpha: scale,
+            beta: 0.0,
+            bias: None,
+            lower: false,
+            parallel: false,
+        };
+        matmul(&mut scores, keys, scored);
         for (row, (scores, sum)) in scores.chunks_mut(keys).zip(&mut sums).enumerate() {
             let end = first + row + 1 - start;
             let begin = window.map_or(0, |window| end.saturating_sub(window));
@@ -111,25 +113,25 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             scores[end..].fill(0.0);
             *sum = softmax_numerators(&mut scores[begin..end]);
         }
-        matmul(
-            dense_mut(&mut out[head * head_dim..], rows, head_dim, width),
-            Accum::Replace,
-            matrix(&scores, rows, keys, keys),
-            matrix(&v[kv_offset..], keys, head_dim, kv_width),
-            1.0,
-            Par::Seq,
-        );
+        let mixed = Product {
+            m: rows,
+            n: head_dim,
+            k: keys,
+            a: rows_of(&scores, keys),
+            b: rows_of(&v[kv_offset..], kv_width),
+            alpha: 1.0,
+            beta: 0.0,
+            bias: None,
+            lower: false,
+            parallel: false,
+        };
+        matmul(&mut out[head * head_dim..], width, mixed);
         for (row, sum) in out.chunks_mut(width).zip(&sums) {
             for x in &mut row[head * head_dim..][..head_dim] {
                 *x /= sum;
             }
         }
     }
-}
-
-/// A row-major view, by way of the transpose: see `gemm`.
-fn dense_mut(values: &mut [f32], rows: usize, cols: usize, ld: usize) -> MatMut<'_, f32> {
-    MatMut::from_column_major_slice_with_stride_mut(values, cols, rows, ld).transpose_mut()
 }
 
 multiversion! {

@@ -4,17 +4,13 @@
 //! plain (`A·B`, the sweep's compensation), columns × columns (`Aᵀ·B`, the Hessian). B may be a
 //! weight as stored in a checkpoint, f16 or bf16; products and sums are f32.
 
-use faer::linalg::matmul::matmul;
-use faer::linalg::matmul::triangular::{self, BlockStructure};
-use faer::{Accum, MatMut, MatRef};
-
-mod gpu;
-mod tuning;
-
-use super::parallel::{faer_par, for_chunks};
+use super::matmul::{Product, Strided, Values, matmul};
 use crate::device::{Device, Gpu};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
+
+mod gpu;
+mod tuning;
 
 /// A matrix inside a tensor: `rows × cols` as it takes part in the product, that is after
 /// transposition.
@@ -171,96 +167,32 @@ pub fn force(gpu: &Gpu, index: usize) {
 const CHOICE: &str = "gemm";
 
 fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower: bool) -> Result<()> {
-    let (m, n) = (a.rows, b.cols);
-    let widened;
-    let (b_values, b_ld) = match b.tensor.host_data()? {
-        Host::F32(values) => (values.get(b.offset..).unwrap_or_default(), b.ld),
-        packed => {
-            widened = widen(packed, b)?;
-            (&*widened, if b.transposed { b.rows } else { b.cols })
-        }
+    let product = Product {
+        m: a.rows,
+        n: b.cols,
+        k: a.cols,
+        a: strided(a)?,
+        b: strided(b)?,
+        alpha: scaling.alpha,
+        beta: scaling.beta,
+        bias: bias.map(Tensor::f32s).transpose()?,
+        lower,
+        parallel: true,
     };
-    // A matrix without rows may lie at the end of its tensor and beyond.
-    let a_values = a.tensor.f32s()?.get(a.offset..).unwrap_or_default();
-    let bias = bias.map(Tensor::f32s).transpose()?;
-    let c_values = &mut c.tensor.f32s_mut()?[c.offset..];
-    let accum = prepare(c_values, (m, n, c.ld), scaling.beta, bias);
-    let c = dense_mut(c_values, m, n, c.ld);
-    let (a, b) = (dense(a_values, a), dense(b_values, Mat { ld: b_ld, ..b }));
-    if lower {
-        let square = m.min(n);
-        let (upper, below) = c.split_at_row_mut(square);
-        let (a_upper, a_below) = a.split_at_row(square);
-        triangular::matmul(
-            upper.subcols_mut(0, square),
-            BlockStructure::TriangularLower,
-            accum,
-            a_upper,
-            BlockStructure::Rectangular,
-            b.subcols(0, square),
-            BlockStructure::Rectangular,
-            scaling.alpha,
-            faer_par(),
-        );
-        matmul(below, accum, a_below, b, scaling.alpha, faer_par());
-    } else {
-        matmul(c, accum, a, b, scaling.alpha, faer_par());
-    }
+    matmul(&mut c.tensor.f32s_mut()?[c.offset..], c.ld, product);
     Ok(())
 }
 
-/// Brings C to β·C + bias, and says whether the product replaces that or is added to it.
-fn prepare(c: &mut [f32], (m, n, ld): (usize, usize, usize), beta: f32, bias: Option<&[f32]>) -> Accum {
-    if bias.is_none() && (beta == 0.0 || beta == 1.0) {
-        return if beta == 0.0 { Accum::Replace } else { Accum::Add };
-    }
-    for row in c.chunks_mut(ld).take(m) {
-        for (index, value) in row[..n].iter_mut().enumerate() {
-            // With β = 0 the old value may be anything, NaN included.
-            let old = if beta == 0.0 { 0.0 } else { beta * *value };
-            *value = old + bias.map_or(0.0, |bias| bias[index]);
-        }
-    }
-    Accum::Add
-}
-
-fn dense<'a>(values: &'a [f32], mat: Mat) -> MatRef<'a, f32> {
-    if mat.transposed {
-        MatRef::from_row_major_slice_with_stride(values, mat.cols, mat.rows, mat.ld).transpose()
-    } else {
-        MatRef::from_row_major_slice_with_stride(values, mat.rows, mat.cols, mat.ld)
-    }
-}
-
-/// By way of the transpose: `from_row_major_slice_with_stride_mut` of faer 0.24.4 swaps the strides
-/// and then writes outside of the slice.
-fn dense_mut(values: &mut [f32], rows: usize, cols: usize, ld: usize) -> MatMut<'_, f32> {
-    MatMut::from_column_major_slice_with_stride_mut(values, cols, rows, ld).transpose_mut()
-}
-
-/// The stored matrix of 16-bit floats as dense f32 rows.
-fn widen(packed: &Host, b: Mat) -> Result<Vec<f32>> {
-    let (rows, cols) = if b.transposed { (b.cols, b.rows) } else { (b.rows, b.cols) };
-    let mut wide = vec![0f32; rows * cols];
-    for_chunks(&mut wide, cols, |row, out| {
-        let at = b.offset + row * b.ld;
-        match packed {
-            Host::BF16(values) => {
-                for (out, x) in out.iter_mut().zip(&values[at..at + cols]) {
-                    *out = f32::from_bits(u32::from(x.to_bits()) << 16);
-                }
-            }
-            Host::F16(values) => {
-                use half::slice::HalfFloatSliceExt;
-                values[at..at + cols].convert_to_f32_slice(out);
-            }
-            Host::F32(_) | Host::U32(_) | Host::U8(_) => {}
-        }
-    });
-    match packed {
-        Host::BF16(_) | Host::F16(_) => Ok(wide),
-        _ => Err(Error::Internal("gemm: B must hold floats".into())),
-    }
+// A matrix without rows may lie at the end of its tensor and beyond.
+fn strided<'a>(mat: Mat<'a>) -> Result<Strided<'a>> {
+    let values = match mat.tensor.host_data()? {
+        Host::F32(v) => Values::F32(v.get(mat.offset..).unwrap_or_default()),
+        Host::F16(v) => Values::F16(v.get(mat.offset..).unwrap_or_default()),
+        Host::BF16(v) => Values::BF16(v.get(mat.offset..).unwrap_or_default()),
+        Host::U32(_) | Host::U8(_) => return Err(Error::Internal("gemm: operands must be floats".into())),
+    };
+    let (row, col) = if mat.transposed { (1, mat.ld) } else { (mat.ld, 1) };
+    Ok(Strided { values, row, col })
 }
 
 #[cfg(test)]

@@ -5,17 +5,25 @@
 
 pub mod add;
 pub mod attention;
+pub mod cholesky;
+pub mod columns;
 pub mod cross_entropy;
 mod cut;
+pub mod dequant;
 pub mod embedding;
 pub mod gemm;
+pub mod matmul;
+pub mod norm;
 mod parallel;
 pub mod registry;
 pub mod rmsnorm;
 pub mod rope;
+pub mod scales;
 pub mod selftest;
 mod simd;
+pub mod sweep;
 pub mod swiglu;
+pub mod symmetric;
 
 #[cfg(test)]
 pub(crate) mod testing;

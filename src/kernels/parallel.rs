@@ -25,15 +25,3 @@ pub fn threads() -> usize {
         1
     }
 }
-
-/// The parallelism that faer may use inside one operation.
-pub fn faer_par() -> faer::Par {
-    #[cfg(not(target_arch = "wasm32"))]
-    {
-        faer::Par::rayon(0)
-    }
-    #[cfg(target_arch = "wasm32")]
-    {
-        faer::Par::Seq
-    }
-}

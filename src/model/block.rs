@@ -44,14 +44,28 @@ impl Block {
         weights: &W,
         device: &Device,
     ) -> Result<Self> {
+        let mut block = Self::without_linears(config, layer, weights, device).await?;
+        for spec in arch::stages(config, layer).into_iter().flat_map(|stage| stage.linears) {
+            let linear = weights.linear(&spec, device).await?;
+            block.set_linear(spec, linear);
+        }
+        Ok(block)
+    }
+
+    /// Block `layer` with its norms only: the quantization pipeline adds each linear layer when it
+    /// is quantized, so that the weights it came from need not stay.
+    ///
+    /// # Errors
+    /// As [`Block::load`].
+    pub async fn without_linears<W: Weights + ?Sized>(
+        config: &ModelConfig,
+        layer: usize,
+        weights: &W,
+        device: &Device,
+    ) -> Result<Self> {
         let mut norms = vec![];
         for (name, shape) in arch::norms(config, layer) {
             norms.push(Tensor::from_f32(device, &shape, load_f32(weights, &name, &shape).await?)?);
-        }
-        let mut linears = vec![];
-        for spec in arch::stages(config, layer).into_iter().flat_map(|stage| stage.linears) {
-            let linear = weights.linear(&spec, device).await?;
-            linears.push((spec, linear));
         }
         let mut norms = norms.into_iter();
         let (Some(attention_norm), Some(mlp_norm)) = (norms.next(), norms.next()) else {
@@ -61,7 +75,7 @@ impl Block {
             attention_norm,
             mlp_norm,
             qk_norm: norms.next().zip(norms.next()),
-            linears,
+            linears: vec![],
             shape: Attention {
                 heads: config.heads,
                 kv_heads: config.kv_heads,
@@ -73,19 +87,15 @@ impl Block {
         })
     }
 
+    /// Adds a linear layer.
+    pub fn set_linear(&mut self, spec: LinearSpec, linear: Linear) {
+        self.linears.push((spec, linear));
+    }
+
     /// The linear layer with this short name, such as `q_proj`.
     pub fn linear(&self, short: &str) -> Result<&Linear> {
         self.linears
             .iter()
-            .find(|(spec, _)| spec.short == short)
-            .map(|(_, linear)| linear)
-            .ok_or_else(|| Error::Internal(format!("a block has no {short}")))
-    }
-
-    /// As [`Block::linear`], to replace its weight.
-    pub fn linear_mut(&mut self, short: &str) -> Result<&mut Linear> {
-        self.linears
-            .iter_mut()
             .find(|(spec, _)| spec.short == short)
             .map(|(_, linear)| linear)
             .ok_or_else(|| Error::Internal(format!("a block has no {short}")))

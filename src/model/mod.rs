@@ -10,6 +10,7 @@ mod config;
 mod ends;
 mod linear;
 mod rope;
+mod stored;
 mod weights;
 
 pub use arch::{LinearSpec, Stage};
@@ -18,4 +19,5 @@ pub use config::{Family, ModelConfig};
 pub use ends::{Embedding, Head};
 pub use linear::Linear;
 pub use rope::{Rope, RopeKind};
+pub use stored::Stored;
 pub use weights::{Weights, load_dense_linear, load_f32, load_row_chunks};

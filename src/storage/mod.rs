@@ -8,7 +8,11 @@ use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
+
+pub mod memory;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod native;
 
 /// A boxed future that need not be `Send`: the core runs on one thread.
 pub type LocalFuture<'a, T> = Pin<Box<dyn Future<Output = T> + 'a>>;
@@ -51,6 +55,7 @@ pub trait Sink {
     /// Renames a finished file, replacing `to`; how a file gets its final name in one step.
     fn rename<'a>(&'a self, from: &'a str, to: &'a str) -> LocalFuture<'a, Result<()>>;
 
+    /// Removes a file; one that is not there is already removed, which is no error.
     fn remove<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<()>>;
 
     /// What a person would call this place, for messages.
@@ -68,4 +73,26 @@ pub trait SinkFile {
     fn flush<'a>(&'a mut self) -> LocalFuture<'a, Result<()>>;
 
     fn close<'a>(self: Box<Self>) -> LocalFuture<'a, Result<()>>;
+}
+
+/// Number of bytes in `range`, after checking that it lies inside a file of `size` bytes and can
+/// be addressed at all (a browser has 32-bit addresses).
+///
+/// # Errors
+/// [`Error::Io`] naming `path`: every [`Source`] refuses a bad range in the same words.
+fn checked_length(path: &str, size: u64, range: &Range<u64>) -> Result<usize> {
+    if range.start > range.end || range.end > size {
+        return Err(Error::io(
+            "read",
+            path,
+            format_args!("bytes {}..{} were asked for, but it holds {size}", range.start, range.end),
+        ));
+    }
+    usize::try_from(range.end - range.start).map_err(|_| {
+        Error::io(
+            "read",
+            path,
+            format_args!("{} bytes at once are more than this platform can address", range.end - range.start),
+        )
+    })
 }

@@ -1,0 +1,113 @@
+//! What is asked of the quantizer: one struct, three named points in it.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::kernels::scales::{Fit, GridKind, ScaleType};
+
+/// A named point in [`Scheme`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Preset {
+    /// Static scales searched with the inputs' importance, columns by falling importance.
+    Default,
+    /// What the original GPTQ program does.
+    Reference,
+    /// Round to nearest: no calibration, min-max scales.
+    Rtn,
+}
+
+/// How one linear layer is quantized.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Scheme {
+    pub preset: Preset,
+    /// 2, 3, 4 or 8.
+    pub bits: u32,
+    /// Input columns that share a scale; `None` (written −1) is the whole row.
+    pub group_size: Option<usize>,
+    /// Zero point fixed in the middle, or fitted.
+    pub sym: bool,
+    /// Take columns by falling diag(H) instead of in natural order.
+    pub desc_act: bool,
+    /// Groups of neighbouring columns with scales from the original weights. Otherwise groups follow
+    /// the order in which columns are taken and scales are fitted when a group begins.
+    pub static_groups: bool,
+    /// Search scales instead of taking min-max.
+    pub mse: bool,
+    /// λ as a share of mean(diag H).
+    pub damp_percent: f64,
+}
+
+/// The bit widths that the file formats know.
+pub const BITS: [u32; 4] = [2, 3, 4, 8];
+
+impl Scheme {
+    pub fn preset(preset: Preset, bits: u32, group_size: Option<usize>) -> Self {
+        let plain = Self {
+            preset,
+            bits,
+            group_size,
+            sym: true,
+            desc_act: false,
+            static_groups: false,
+            mse: false,
+            damp_percent: 0.01,
+        };
+        match preset {
+            Preset::Default => Self { desc_act: true, static_groups: true, mse: true, ..plain },
+            Preset::Reference => plain,
+            Preset::Rtn => Self { static_groups: true, ..plain },
+        }
+    }
+
+    /// Refuses what no file can hold or no arithmetic can do.
+    ///
+    /// # Errors
+    /// [`Error::Options`].
+    pub fn check(&self) -> Result<()> {
+        if !BITS.contains(&self.bits) {
+            return Err(Error::options(format!("--bits {} is not supported", self.bits), "Use 2, 3, 4 or 8"));
+        }
+        if self.group_size == Some(0) {
+            return Err(Error::options(
+                "--group-size 0 makes no groups",
+                "Use -1 for one group per row, or 32, 64, 128",
+            ));
+        }
+        if !(self.damp_percent > 0.0 && self.damp_percent <= 1.0) {
+            return Err(Error::options(
+                format!("--damp-percent {} is out of range", self.damp_percent),
+                "Use a number above 0 and at most 1; 0.01 is usual",
+            ));
+        }
+        Ok(())
+    }
+
+    /// Whether calibration text is needed at all.
+    pub fn needs_inputs(&self) -> bool {
+        self.preset != Preset::Rtn
+    }
+
+    /// Groups of a row of `n` columns.
+    pub fn groups(&self, n: usize) -> usize {
+        self.group_size.map_or(1, |size| n.div_ceil(size))
+    }
+
+    pub fn group_len(&self, n: usize) -> usize {
+        self.group_size.unwrap_or(n).min(n)
+    }
+
+    /// Scales that follow the permuted order need a g_idx; all others are k / group_size.
+    pub fn needs_g_idx(&self) -> bool {
+        self.desc_act && !self.static_groups && self.group_size.is_some()
+    }
+
+    pub fn grid_kind(&self, scale_type: ScaleType) -> GridKind {
+        let fit = match (self.mse, self.preset) {
+            (false, _) => Fit::MinMax,
+            (true, Preset::Reference) => Fit::Mse,
+            (true, _) => Fit::Weighted,
+        };
+        GridKind { bits: self.bits, sym: self.sym, fit, scale_type }
+    }
+}

@@ -1,0 +1,38 @@
+//! What a run tells while it goes on.
+
+use super::report::ModuleRow;
+
+/// Something happened.
+#[derive(Debug, Clone)]
+pub enum Event<'a> {
+    /// The run begins, or goes on after `done` blocks.
+    Started { blocks: usize, done: usize, tokens: usize },
+    /// Blocks that were finished earlier are applied to the calibration text again.
+    Replaying { block: usize },
+    /// `done` of `total` steps of the run's work are behind it, in units of one micro-batch or one
+    /// linear layer weighted by its work.
+    Progress { block: usize, stage: &'static str, done: f64, total: f64 },
+    /// A linear layer is quantized.
+    Module(&'a ModuleRow),
+    /// Something the user should know.
+    Warning(String),
+    /// A block is finished and written.
+    BlockDone { block: usize, blocks: usize },
+}
+
+/// Listens to a run, and may ask it to stop.
+pub trait Observer {
+    fn event(&mut self, event: Event);
+
+    /// Asked at every point where stopping loses nothing but the block at hand.
+    fn stop_requested(&self) -> bool {
+        false
+    }
+}
+
+/// Listens to nothing.
+pub struct Silent;
+
+impl Observer for Silent {
+    fn event(&mut self, _: Event) {}
+}

@@ -1,0 +1,152 @@
+//! What a stopped run needs to go on.
+//!
+//! After each block the journal is written anew, under another name first and then renamed, so it is
+//! always whole. It names everything that the result depends on; a run that differs in any of it is
+//! refused by name. Activations are not kept: they are made again by applying the finished blocks,
+//! read back from the output, to the calibration text, which gives the same bits.
+
+use serde::{Deserialize, Serialize};
+
+use super::report::ModuleRow;
+use crate::error::{Error, Result};
+use crate::gptq::scheme::Scheme;
+use crate::storage::Sink;
+
+/// The journal's file name; it is removed when the run is finished.
+pub const JOURNAL: &str = "halftone-journal.json";
+
+/// What a run is made of.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Inputs {
+    /// Halftone's version: another one may round differently.
+    pub version: String,
+    pub source: String,
+    pub calibration: String,
+    pub scheme: Scheme,
+    pub device: String,
+    pub batch_tokens: usize,
+}
+
+/// A run between two blocks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Journal {
+    pub inputs: Inputs,
+    pub blocks_done: usize,
+    pub tensors_done: usize,
+    pub seconds: f64,
+    /// Some layer's g_idx is not the natural one.
+    pub act_ordered: bool,
+    pub modules: Vec<ModuleRow>,
+    pub warnings: Vec<String>,
+}
+
+impl Journal {
+    /// The journal in `sink`, `None` if there is none.
+    ///
+    /// # Errors
+    /// [`Error::Resume`] when it cannot be read.
+    pub async fn read(sink: &dyn Sink) -> Result<Option<Self>> {
+        let Some(bytes) = sink.read_back(JOURNAL).await? else { return Ok(None) };
+        serde_json::from_slice(&bytes).map(Some).map_err(|error| {
+            Error::resume(
+                format!("{JOURNAL} in {} cannot be read ({error})", sink.describe()),
+                "Start anew with --overwrite",
+            )
+        })
+    }
+
+    pub async fn write(&self, sink: &dyn Sink) -> Result<()> {
+        let text = serde_json::to_vec(self).map_err(|error| Error::Internal(error.to_string()))?;
+        let new = format!("{JOURNAL}.new");
+        let mut file = sink.open(&new, 0).await?;
+        file.write(&text).await?;
+        file.flush().await?;
+        file.close().await?;
+        sink.rename(&new, JOURNAL).await
+    }
+
+    /// Refuses to go on with other inputs, naming the first that differs.
+    ///
+    /// # Errors
+    /// [`Error::Resume`].
+    pub fn check(&self, now: &Inputs) -> Result<()> {
+        let was = &self.inputs;
+        let (a, b) = (&was.scheme, &now.scheme);
+        let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
+        let pairs = [
+            ("the model", was.source.clone(), now.source.clone()),
+            ("the calibration text or its options", was.calibration.clone(), now.calibration.clone()),
+            ("--preset", format!("{:?}", a.preset), format!("{:?}", b.preset)),
+            ("--bits", a.bits.to_string(), b.bits.to_string()),
+            ("--group-size", group(a), group(b)),
+            ("--sym", a.sym.to_string(), b.sym.to_string()),
+            ("--desc-act", a.desc_act.to_string(), b.desc_act.to_string()),
+            ("--static-groups", a.static_groups.to_string(), b.static_groups.to_string()),
+            ("--mse", a.mse.to_string(), b.mse.to_string()),
+            ("--damp-percent", a.damp_percent.to_string(), b.damp_percent.to_string()),
+            ("the device", was.device.clone(), now.device.clone()),
+            (
+                "the micro-batch size (--max-memory)",
+                was.batch_tokens.to_string(),
+                now.batch_tokens.to_string(),
+            ),
+            ("Halftone's version", was.version.clone(), now.version.clone()),
+        ];
+        match pairs.into_iter().find(|(_, was, now)| was != now) {
+            None => Ok(()),
+            Some((name, was, now)) => Err(Error::resume(
+                format!("{name} changed (was {was}, is {now})"),
+                "Repeat the command that was stopped, or start anew with --overwrite",
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gptq::scheme::Preset;
+    use crate::storage::memory::MemorySink;
+
+    fn journal() -> Journal {
+        let inputs = Inputs {
+            version: "1".into(),
+            source: "s".into(),
+            calibration: "c".into(),
+            scheme: Scheme::preset(Preset::Default, 4, Some(64)),
+            device: "cpu".into(),
+            batch_tokens: 2048,
+        };
+        Journal {
+            inputs,
+            blocks_done: 1,
+            tensors_done: 9,
+            seconds: 1.5,
+            act_ordered: false,
+            modules: vec![],
+            warnings: vec![],
+        }
+    }
+
+    #[test]
+    fn it_is_read_back_as_written() {
+        let sink = MemorySink::new();
+        pollster::block_on(async {
+            assert_eq!(Journal::read(&sink).await.unwrap(), None);
+            journal().write(&sink).await.unwrap();
+            assert_eq!(Journal::read(&sink).await.unwrap(), Some(journal()));
+        });
+    }
+
+    #[test]
+    fn a_changed_input_is_named() {
+        let was = journal();
+        was.check(&was.inputs).unwrap();
+        let mut now = was.inputs.clone();
+        now.scheme.bits = 3;
+        let message = was.check(&now).unwrap_err().to_string();
+        assert!(message.contains("--bits") && message.contains("was 4, is 3"), "{message}");
+        let now = Inputs { calibration: "d".into(), ..was.inputs.clone() };
+        assert!(was.check(&now).unwrap_err().to_string().contains("calibration"));
+    }
+}

@@ -1,0 +1,17 @@
+//! From a model directory to a quantized one.
+//!
+//! [`plan`] checks everything that can be checked before any work; [`run`] goes block by block and
+//! stage by stage; [`journal`] lets a stopped run go on; [`events`] tells what is happening.
+
+pub mod events;
+pub mod journal;
+pub mod plan;
+pub mod report;
+pub mod run;
+pub mod stream;
+mod unfinished;
+
+pub use events::{Event, Observer};
+pub use plan::{Plan, PlanOptions, make_plan};
+pub use report::{ModuleRow, RunReport};
+pub use run::{RunOptions, run};

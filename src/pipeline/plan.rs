@@ -1,0 +1,428 @@
+//! Everything that can be known before the work: what will be quantized how, whether it fits, how
+//! large the result is.
+
+use serde::Serialize;
+
+use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
+use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
+use crate::checkpoint::{DType, Layout, TensorSpec, gptq};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::gptq::scheme::Scheme;
+use crate::kernels::symmetric::PANEL;
+use crate::model::arch::{block_prefix, expected_tensors, stages};
+use crate::model::{LinearSpec, ModelConfig, Stored, Weights};
+
+/// What the user may say about a run's resources.
+#[derive(Debug, Clone)]
+pub struct PlanOptions {
+    pub scheme: Scheme,
+    /// Tokens of calibration text, and its longest sequence.
+    pub tokens: usize,
+    pub longest: usize,
+    /// Bytes that activations and weights may take, on the device or the host.
+    pub max_memory: u64,
+}
+
+/// One linear layer of the plan.
+#[derive(Debug, Clone, Serialize)]
+pub struct ModulePlan {
+    pub layer: usize,
+    pub stage: &'static str,
+    pub module: String,
+    pub input: usize,
+    pub output: usize,
+    pub bits: u32,
+    pub group: i64,
+    /// Bytes in the source and in the result.
+    pub dense_bytes: u64,
+    pub quantized_bytes: u64,
+}
+
+/// Bytes at the plan's most demanding moment, by what they hold.
+#[derive(Debug, Clone, Serialize)]
+pub struct Memory {
+    /// The text's activations between blocks.
+    pub stream: u64,
+    /// Activations kept between two stages.
+    pub between_stages: u64,
+    /// One block's quantized weights, widened.
+    pub weights: u64,
+    /// Hessian and factor of the widest stage.
+    pub hessian: u64,
+    /// One micro-batch's intermediate results, or one piece of a weight being quantized.
+    pub working: u64,
+}
+
+impl Memory {
+    pub fn total(&self) -> u64 {
+        self.stream + self.between_stages + self.weights + self.hessian + self.working
+    }
+}
+
+/// A checked plan.
+pub struct Plan {
+    pub config: ModelConfig,
+    pub scheme: Scheme,
+    pub modules: Vec<ModulePlan>,
+    pub layout: Layout,
+    /// As it will be in `config.json`; `desc_act` is settled when all is quantized.
+    pub quant: QuantConfig,
+    pub memory: Memory,
+    /// Tokens of a micro-batch.
+    pub batch_tokens: usize,
+    /// Activations stay on the device between blocks.
+    pub stream_on_device: bool,
+    /// Activations between stages are kept instead of computed again.
+    pub keep_between: bool,
+    /// Floating-point operations of the whole run.
+    pub flops: f64,
+    pub tokens: usize,
+    pub warnings: Vec<String>,
+}
+
+/// Rows of a weight are quantized in pieces of at most this many bytes of f32.
+pub const PIECE_BYTES: usize = 32 << 20;
+
+/// Tokens in a micro-batch: enough for matrix products to run at full speed.
+const BATCH_TOKENS: usize = 2048;
+
+/// Checks `stored` and `options` against each other.
+///
+/// # Errors
+/// [`Error::Model`] for tensors that are missing or misshapen, [`Error::Options`] for a scheme that
+/// does not fit the model, [`Error::Unsupported`] for a model that is quantized already.
+pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Result<Plan> {
+    let scheme = &options.scheme;
+    scheme.check()?;
+    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    if let Some(quant) = &stored.quant {
+        return Err(Error::unsupported(
+            format!(
+                "{} is quantized already ({} bits)",
+                stored.checkpoint.source().describe(),
+                quant.scheme.bits
+            ),
+            "Give the 16-bit model it was made from",
+        ));
+    }
+    check_tensors(stored, &config)?;
+    let specs: Vec<(usize, &'static str, LinearSpec)> = (0..config.layers)
+        .flat_map(|layer| {
+            stages(&config, layer)
+                .into_iter()
+                .flat_map(move |stage| stage.linears.into_iter().map(move |spec| (layer, stage.name, spec)))
+        })
+        .collect();
+    check_groups(scheme, &specs)?;
+
+    let group = group_size(scheme);
+    let mut modules = Vec::with_capacity(specs.len());
+    for (layer, stage, spec) in &specs {
+        let tensors = gptq_specs(scheme, spec)?;
+        let bytes = |spec: &TensorSpec| spec.dtype.bytes_of(&spec.shape).unwrap_or(0);
+        let weight = stored.checkpoint.require(&format!("{}.weight", spec.module))?;
+        modules.push(ModulePlan {
+            layer: *layer,
+            stage,
+            module: spec.module.clone(),
+            input: spec.in_features,
+            output: spec.out_features,
+            bits: scheme.bits,
+            group,
+            dense_bytes: weight.bytes(),
+            quantized_bytes: tensors.iter().map(bytes).sum(),
+        });
+    }
+    let layout = layout(stored, &config, scheme, &specs)?;
+    let mut quant = QuantConfig::new(StoredScheme {
+        bits: scheme.bits,
+        group_size: group,
+        desc_act: scheme.needs_g_idx(),
+        sym: scheme.sym,
+    });
+    quant.damp_percent = Some(scheme.damp_percent);
+    quant.true_sequential = Some(true);
+    quant.static_groups = Some(scheme.static_groups);
+    quant.meta = serde_json::json!({
+        "quantizer": [format!("halftone:{}", env!("CARGO_PKG_VERSION"))],
+        "preset": scheme.preset,
+        "act_order": scheme.desc_act,
+        "scale_search": scheme.mse,
+    })
+    .as_object()
+    .cloned()
+    .unwrap_or_default();
+
+    let mut plan = Plan {
+        memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 0 },
+        flops: flops(&config, options, &specs),
+        batch_tokens: BATCH_TOKENS.max(options.longest),
+        stream_on_device: true,
+        keep_between: true,
+        tokens: options.tokens,
+        warnings: Vec::new(),
+        scheme: scheme.clone(),
+        config,
+        modules,
+        layout,
+        quant,
+    };
+    fit_memory(&mut plan, options, device)?;
+    if options.longest > plan.config.max_position_embeddings {
+        plan.warnings.push(format!(
+            "the longest calibration sequence has {} tokens; the model was made for {}",
+            options.longest, plan.config.max_position_embeddings
+        ));
+    }
+    Ok(plan)
+}
+
+/// −1 for one group per row, as the file format writes it.
+pub fn group_size(scheme: &Scheme) -> i64 {
+    scheme.group_size.map_or(-1, |size| size as i64)
+}
+
+fn check_tensors(stored: &Stored, config: &ModelConfig) -> Result<()> {
+    let place = || stored.checkpoint.source().describe();
+    for (name, shape) in expected_tensors(config) {
+        match stored.info(&name)? {
+            Some((_, found)) if found == shape => {}
+            Some((_, found)) => {
+                return Err(Error::model(
+                    place(),
+                    format!("tensor {name} has the shape {found:?}, config.json says {shape:?}"),
+                    "Use the config.json that belongs to the weights",
+                ));
+            }
+            None => {
+                return Err(Error::model(
+                    place(),
+                    format!("tensor {name} is missing"),
+                    "The weights are incomplete or of another architecture; fetch the model again",
+                ));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Groups must divide every layer's inputs, and codes must fill whole words both ways.
+fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) -> Result<()> {
+    // 32 codes of any width fill whole words; 2, 4 and 8 bits need only 32 / bits.
+    let run = if scheme.bits == 3 { 32 } else { 32 / scheme.bits as usize };
+    for (_, _, spec) in specs {
+        for (what, size) in [("input", spec.in_features), ("output", spec.out_features)] {
+            if !size.is_multiple_of(run) {
+                return Err(Error::options(
+                    format!(
+                        "{} has {size} {what} features, and {}-bit codes are stored {run} at a time",
+                        spec.module, scheme.bits
+                    ),
+                    "Use another bit width",
+                ));
+            }
+        }
+    }
+    let Some(group) = scheme.group_size else { return Ok(()) };
+    if let Some((_, _, spec)) = specs.iter().find(|(_, _, spec)| !spec.in_features.is_multiple_of(group)) {
+        let legal: Vec<String> = [16, 32, 64, 128, 256, 512, 1024]
+            .into_iter()
+            .filter(|size| specs.iter().all(|(_, _, spec)| spec.in_features.is_multiple_of(*size)))
+            .map(|size: usize| size.to_string())
+            .collect();
+        return Err(Error::options(
+            format!(
+                "--group-size {group} does not divide the {} inputs of {}",
+                spec.in_features, spec.module
+            ),
+            format!(
+                "Use --group-size -1 or one that divides all of this model's layers: {}",
+                legal.join(", ")
+            ),
+        ));
+    }
+    Ok(())
+}
+
+fn gptq_specs(scheme: &Scheme, spec: &LinearSpec) -> Result<Vec<TensorSpec>> {
+    gptq::specs(&spec.module, spec.out_features, spec.in_features, scheme.bits, group_size(scheme), spec.bias)
+}
+
+/// Tensors in the order in which they are written: what is not in a block, then block by block its
+/// norms and its linear layers stage by stage.
+fn layout(
+    stored: &Stored,
+    config: &ModelConfig,
+    scheme: &Scheme,
+    specs: &[(usize, &'static str, LinearSpec)],
+) -> Result<Layout> {
+    let copied = |name: &str| {
+        let info = stored.checkpoint.require(name)?;
+        Ok::<_, Error>(TensorSpec::new(name, info.dtype, info.shape.clone()))
+    };
+    let mut tensors = Vec::new();
+    for name in outside_blocks(stored, config) {
+        tensors.push(copied(&name)?);
+    }
+    for layer in 0..config.layers {
+        for name in block_copies(stored, layer, specs) {
+            tensors.push(copied(&name)?);
+        }
+        for (_, _, spec) in specs.iter().filter(|(of, _, _)| *of == layer) {
+            tensors.extend(gptq_specs(scheme, spec)?);
+        }
+    }
+    Layout::new(tensors, DEFAULT_SHARD_BYTES)
+}
+
+/// Tensors that no block owns: embedding, final norm, head, and whatever else the file holds.
+pub fn outside_blocks(stored: &Stored, config: &ModelConfig) -> Vec<String> {
+    let prefixes: Vec<String> = (0..config.layers).map(|layer| format!("{}.", block_prefix(layer))).collect();
+    let mut names: Vec<String> = stored
+        .checkpoint
+        .names()
+        .filter(|name| !prefixes.iter().any(|prefix| name.starts_with(prefix)))
+        .filter(|name| !(config.tie_word_embeddings && *name == "lm_head.weight"))
+        .map(str::to_owned)
+        .collect();
+    names.sort();
+    names
+}
+
+/// Tensors of a block that are copied as they are.
+pub fn block_copies(
+    stored: &Stored,
+    layer: usize,
+    specs: &[(usize, &'static str, LinearSpec)],
+) -> Vec<String> {
+    let prefix = format!("{}.", block_prefix(layer));
+    let mut names: Vec<String> = stored
+        .checkpoint
+        .names()
+        .filter(|name| name.starts_with(&prefix))
+        .filter(|name| {
+            let module = name.rsplit_once('.').map_or("", |(module, _)| module);
+            !specs.iter().any(|(of, _, spec)| *of == layer && spec.module == module)
+        })
+        .map(str::to_owned)
+        .collect();
+    names.sort();
+    names
+}
+
+/// Multiplications and additions of the run: every linear layer once over all tokens, a Hessian for
+/// each stage, and the sweep.
+fn flops(config: &ModelConfig, options: &PlanOptions, specs: &[(usize, &'static str, LinearSpec)]) -> f64 {
+    if !options.scheme.needs_inputs() {
+        return 0.0;
+    }
+    let tokens = options.tokens as f64;
+    let mut total = 0.0;
+    for layer in 0..config.layers {
+        for stage in stages(config, layer) {
+            let n = stage.linears.first().map_or(0, |spec| spec.in_features) as f64;
+            total += tokens * n * n + n * n * n / 3.0;
+        }
+        let width = (config.heads * config.head_dim) as f64;
+        total += 2.0 * tokens * options.longest as f64 * width;
+    }
+    for (_, _, spec) in specs {
+        let (n, m) = (spec.in_features as f64, spec.out_features as f64);
+        // The product, the sweep, and the loss of plain rounding to compare with.
+        total += 2.0 * tokens * n * m + 2.0 * m * n * n;
+    }
+    total
+}
+
+/// Sums up the plan's memory and gives up conveniences until it fits.
+fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result<()> {
+    let config = &plan.config;
+    let (tokens, hidden, inner) = (options.tokens, config.hidden_size, config.intermediate_size);
+    let width = config.heads * config.head_dim;
+    let calibrated = options.scheme.needs_inputs();
+    let bytes = |count: usize| 4 * count as u64;
+    let widest = hidden.max(width).max(inner);
+    let panels = |n: usize| bytes(n * n / 2 + n * PANEL);
+    let layer_weights: u64 = plan
+        .modules
+        .iter()
+        .filter(|module| module.layer == 0)
+        .map(|module| bytes(module.input * module.output))
+        .sum();
+    let working = |batch: usize| {
+        bytes(batch * (2 * inner + 2 * hidden)).max(5 * PIECE_BYTES as u64).max(bytes(batch * 4 * width))
+    };
+    plan.memory = if calibrated {
+        Memory {
+            stream: bytes(tokens * hidden),
+            between_stages: bytes(tokens * width.max(inner)),
+            weights: layer_weights,
+            hessian: 2 * panels(widest),
+            working: working(plan.batch_tokens),
+        }
+    } else {
+        Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 5 * PIECE_BYTES as u64 }
+    };
+    if plan.memory.total() > options.max_memory && calibrated {
+        plan.keep_between = false;
+        plan.memory.between_stages = 0;
+    }
+    if plan.memory.total() > options.max_memory && calibrated && !device.is_cpu() {
+        plan.stream_on_device = false;
+    }
+    if plan.memory.total() > options.max_memory && calibrated {
+        plan.batch_tokens = options.longest.max(1);
+        plan.memory.working = working(plan.batch_tokens);
+    }
+    let needed = plan.memory.total() - if plan.stream_on_device { 0 } else { plan.memory.stream };
+    if needed > options.max_memory {
+        return Err(Error::options(
+            format!(
+                "the run needs about {} of memory, {} is allowed",
+                human_bytes(needed),
+                human_bytes(options.max_memory)
+            ),
+            "Use fewer or shorter samples (--samples, --seq-len), or raise --max-memory",
+        ));
+    }
+    Ok(())
+}
+
+/// For people: `1.5 GB`, powers of 1000 as disks are sold.
+pub fn human_bytes(bytes: u64) -> String {
+    let mut value = bytes as f64;
+    for unit in ["B", "kB", "MB", "GB"] {
+        if value < 1000.0 {
+            return if unit == "B" { format!("{value:.0} B") } else { format!("{value:.1} {unit}") };
+        }
+        value /= 1000.0;
+    }
+    format!("{value:.1} TB")
+}
+
+impl Plan {
+    /// Bits per weight of the quantized layers, scales and zero points included.
+    pub fn bits_per_weight(&self) -> f64 {
+        let bytes: u64 = self.modules.iter().map(|module| module.quantized_bytes).sum();
+        let weights: usize = self.modules.iter().map(|module| module.input * module.output).sum();
+        // g_idx belongs to the format, not to the weights' precision; it is counted all the same.
+        8.0 * bytes as f64 / weights.max(1) as f64
+    }
+
+    pub fn specs(&self) -> Vec<(usize, &'static str, LinearSpec)> {
+        (0..self.config.layers)
+            .flat_map(|layer| {
+                stages(&self.config, layer).into_iter().flat_map(move |stage| {
+                    stage.linears.into_iter().map(move |spec| (layer, stage.name, spec))
+                })
+            })
+            .collect()
+    }
+
+    /// The element type that copied tensors mostly have, for tables.
+    pub fn source_dtype(&self, stored: &Stored) -> Option<DType> {
+        let module = self.modules.first()?;
+        stored.checkpoint.info(&format!("{}.weight", module.module)).map(|info| info.dtype)
+    }
+}

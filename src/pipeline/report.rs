@@ -1,0 +1,82 @@
+//! What a run has to say about each linear layer, and in total.
+
+use serde::{Deserialize, Serialize};
+
+/// One quantized linear layer; a row of `quant_log.csv`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ModuleRow {
+    /// Number of the block.
+    pub layer: usize,
+    /// Full name, such as `model.layers.0.self_attn.q_proj`.
+    pub module: String,
+    /// Input and output features.
+    pub input: usize,
+    pub output: usize,
+    pub bits: u32,
+    /// −1 for one group per row.
+    pub group: i64,
+    /// Calibration tokens in the Hessian.
+    pub tokens: usize,
+    /// λ / mean(diag H) as used; `None` when rounded to nearest.
+    pub damp: Option<f64>,
+    /// tr(E·H·Eᵀ), H = (2/tokens)·XᵀX, of rounding to nearest on min-max grids and of GPTQ.
+    pub rtn_loss: Option<f64>,
+    pub gptq_loss: Option<f64>,
+    pub seconds: f64,
+}
+
+impl ModuleRow {
+    pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,damp,rtn_loss,gptq_loss,seconds";
+
+    pub fn csv(&self) -> String {
+        let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:e}"));
+        format!(
+            "{},{},{},{},{},{},{},{},{},{},{:.3}",
+            self.layer,
+            self.module,
+            self.input,
+            self.output,
+            self.bits,
+            self.group,
+            self.tokens,
+            self.damp.map_or(String::new(), |damp| damp.to_string()),
+            number(self.rtn_loss),
+            number(self.gptq_loss),
+            self.seconds
+        )
+    }
+}
+
+/// The content of `quant_log.csv`.
+pub fn csv(rows: &[ModuleRow]) -> String {
+    let mut text = format!("{}\n", ModuleRow::CSV_HEADER);
+    for row in rows {
+        text.push_str(&row.csv());
+        text.push('\n');
+    }
+    text
+}
+
+/// A finished run.
+#[derive(Debug, Clone, Serialize)]
+pub struct RunReport {
+    pub modules: Vec<ModuleRow>,
+    pub tokens: usize,
+    pub seconds: f64,
+    /// Seconds by step: "forward", "hessian", "quantize", "read", "write".
+    pub seconds_by_step: std::collections::BTreeMap<&'static str, f64>,
+    /// Bytes of all tensors in the output.
+    pub output_bytes: u64,
+    /// Bits per weight of the quantized linear layers, scales and zero points included.
+    pub bits_per_weight: f64,
+    pub warnings: Vec<String>,
+}
+
+impl RunReport {
+    /// Σ gptq_loss / Σ rtn_loss over all modules, `None` without losses.
+    pub fn loss_ratio(&self) -> Option<f64> {
+        let sum = |value: fn(&ModuleRow) -> Option<f64>| self.modules.iter().filter_map(value).sum::<f64>();
+        let rtn = sum(|row| row.rtn_loss);
+        (rtn > 0.0).then(|| sum(|row| row.gptq_loss) / rtn)
+    }
+}

@@ -1,0 +1,518 @@
+//! The run itself: block by block, stage by stage.
+//!
+//! A stage is: accumulate H from the stage's inputs, quantize its linear layers, compute its outputs
+//! with the quantized weights; those are the next stage's inputs. So each stage's error is seen by
+//! the next, and every linear layer is multiplied once.
+
+use std::collections::BTreeMap;
+use std::rc::Rc;
+
+use web_time::Instant;
+
+use super::events::{Event, Observer};
+use super::journal::{Inputs, JOURNAL, Journal};
+use super::plan::{PIECE_BYTES, Plan, block_copies, group_size, outside_blocks};
+use super::report::{ModuleRow, RunReport, csv};
+use super::stream::{Batches, Stream};
+use super::unfinished::Unfinished;
+use crate::checkpoint::{
+    GptqLinear, QUANTIZE_CONFIG, Writer, ZeroFormat, config::edited_config, floats, is_weights_file,
+};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::gptq::layer::{Losses, Prepared, prepare, quantize_rows};
+use crate::kernels::rope::RopeTable;
+use crate::kernels::scales::ScaleType;
+use crate::kernels::symmetric::SymmetricPanels;
+use crate::model::arch::{Stage, stages};
+use crate::model::{Block, Embedding, Linear, LinearSpec, Stored, Weights, load_f32};
+use crate::storage::{Sink, Source};
+use crate::tensor::{Elem, Host, Tensor};
+use crate::text::Segments;
+
+/// The log of a finished run, in the output directory.
+pub const QUANT_LOG: &str = "quant_log.csv";
+
+/// How a run begins.
+pub struct RunOptions {
+    /// What names the calibration text and its options; compared on resuming.
+    pub calibration: String,
+    /// To go on with a stopped run: its output directory, for reading.
+    pub resume_from: Option<Rc<dyn Source>>,
+}
+
+/// Quantizes `stored` as `plan` says, with `segments` as calibration text, into `sink`.
+///
+/// # Errors
+/// [`Error::Interrupted`] when the observer asks to stop; [`Error::Resume`] when the stopped run was
+/// another one; those of storage, device and numbers.
+pub async fn run(
+    stored: &Stored,
+    plan: &Plan,
+    segments: &Segments,
+    device: &Device,
+    sink: Rc<dyn Sink>,
+    options: &RunOptions,
+    observer: &mut dyn Observer,
+) -> Result<RunReport> {
+    let begun = Instant::now();
+    let inputs = Inputs {
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        source: format!("{:016x}", stored.checkpoint.fingerprint()),
+        calibration: if plan.scheme.needs_inputs() {
+            format!("{:016x} {}", segments.fingerprint(), options.calibration)
+        } else {
+            String::new()
+        },
+        scheme: plan.scheme.clone(),
+        device: device.describe(),
+        batch_tokens: plan.batch_tokens,
+    };
+    let journal = match &options.resume_from {
+        None => None,
+        Some(_) => Journal::read(sink.as_ref()).await?,
+    };
+    if let Some(journal) = &journal {
+        journal.check(&inputs)?;
+    }
+    let fresh = journal.is_none();
+    let journal = journal.unwrap_or(Journal {
+        inputs,
+        blocks_done: 0,
+        tensors_done: 0,
+        seconds: 0.0,
+        act_ordered: false,
+        modules: Vec::new(),
+        warnings: plan.warnings.clone(),
+    });
+    let writer = if fresh {
+        Writer::new(sink.clone(), plan.layout.clone()).await?
+    } else {
+        Writer::resume(sink.clone(), plan.layout.clone(), journal.tensors_done).await?
+    };
+    for warning in &journal.warnings {
+        observer.event(Event::Warning(warning.clone()));
+    }
+    let batches =
+        Batches::new(if plan.scheme.needs_inputs() { &segments.rows } else { &[] }, plan.batch_tokens);
+    observer.event(Event::Started {
+        blocks: plan.config.layers,
+        done: journal.blocks_done,
+        tokens: batches.tokens(),
+    });
+    let rope = plan.config.rope.table(device, plan.config.head_dim, batches.longest())?;
+    let mut run = Run {
+        stored,
+        plan,
+        device,
+        sink: sink.clone(),
+        specs: plan.specs(),
+        batches,
+        rope,
+        journal,
+        clock: Clock::default(),
+        done: 0.0,
+        observer,
+    };
+    let report = run.go(writer, fresh, options.resume_from.clone(), begun).await?;
+    sink.remove(JOURNAL).await?;
+    Ok(report)
+}
+
+/// Seconds by step.
+#[derive(Default)]
+struct Clock {
+    seconds: BTreeMap<&'static str, f64>,
+}
+
+impl Clock {
+    fn add(&mut self, step: &'static str, since: Instant) {
+        *self.seconds.entry(step).or_default() += since.elapsed().as_secs_f64();
+    }
+}
+
+struct Run<'a> {
+    stored: &'a Stored,
+    plan: &'a Plan,
+    device: &'a Device,
+    sink: Rc<dyn Sink>,
+    specs: Vec<(usize, &'static str, LinearSpec)>,
+    batches: Batches,
+    rope: RopeTable,
+    journal: Journal,
+    clock: Clock,
+    /// Floating-point operations behind it, for the progress bar.
+    done: f64,
+    observer: &'a mut dyn Observer,
+}
+
+/// The inputs of a stage, one micro-batch at a time.
+#[derive(Clone, Copy, PartialEq)]
+enum Input {
+    Qkv,
+    O,
+    GateUp,
+    Down,
+}
+
+impl Run<'_> {
+    async fn go(
+        &mut self,
+        mut writer: Writer,
+        fresh: bool,
+        resume_from: Option<Rc<dyn Source>>,
+        begun: Instant,
+    ) -> Result<RunReport> {
+        let layers = self.plan.config.layers;
+        if fresh {
+            for name in outside_blocks(self.stored, &self.plan.config) {
+                writer.copy(&self.stored.checkpoint, &name).await?;
+            }
+        }
+        let calibrated = self.plan.scheme.needs_inputs();
+        let mut stream = Stream::new(self.device, self.plan.stream_on_device, self.batches.len());
+        if calibrated && self.journal.blocks_done < layers {
+            let ids = (0..self.batches.len()).flat_map(|batch| self.batches.get(batch).ids.iter().copied());
+            let embedding =
+                Embedding::load_rows(&self.plan.config, self.stored, self.device, ids.collect::<Vec<_>>())
+                    .await?;
+            stream = self.batches.embed(&embedding, self.device, self.plan.stream_on_device).await?;
+        }
+        if let Some(source) = resume_from.filter(|_| calibrated && !fresh) {
+            self.replay(source, &mut stream).await?;
+        }
+        for layer in self.journal.blocks_done..layers {
+            self.block(layer, &mut stream, &mut writer).await?;
+            let since = Instant::now();
+            writer.flush().await?;
+            self.clock.add("write", since);
+            self.journal.blocks_done = layer + 1;
+            self.journal.tensors_done = writer.position();
+            let before = std::mem::replace(&mut self.journal.seconds, 0.0);
+            self.journal.seconds = before.max(begun.elapsed().as_secs_f64());
+            self.journal.write(self.sink.as_ref()).await?;
+            self.observer.event(Event::BlockDone { block: layer, blocks: layers });
+        }
+        self.finish(writer, begun).await
+    }
+
+    /// Applies the finished blocks, as they were written, to the text: the same weights and the same
+    /// operations give the same bits as in the run that was stopped.
+    async fn replay(&mut self, source: Rc<dyn Source>, stream: &mut Stream) -> Result<()> {
+        let view = Unfinished::new(
+            source,
+            &self.plan.layout,
+            self.stored.checkpoint.config_text(),
+            &self.plan.quant,
+        )?;
+        let done = Stored::open(Rc::new(view)).await?;
+        for layer in 0..self.journal.blocks_done {
+            self.observer.event(Event::Replaying { block: layer });
+            let block = Block::load(&self.plan.config, layer, &done, self.device).await?;
+            for batch in 0..self.batches.len() {
+                self.stop_point(layer)?;
+                let Some(mut h) = stream.take(batch)? else { continue };
+                block.forward(&mut h, self.batches.get(batch).seq_len, &self.rope)?;
+                stream.put(batch, h).await?;
+                self.device.settle().await?;
+            }
+            self.done += self.plan.flops / self.plan.config.layers as f64;
+        }
+        Ok(())
+    }
+
+    async fn block(&mut self, layer: usize, stream: &mut Stream, writer: &mut Writer) -> Result<()> {
+        for name in block_copies(self.stored, layer, &self.specs) {
+            writer.copy(&self.stored.checkpoint, &name).await?;
+        }
+        let mut block = Block::without_linears(&self.plan.config, layer, self.stored, self.device).await?;
+        let mut between = Stream::new(self.device, self.plan.stream_on_device, self.batches.len());
+        for stage in stages(&self.plan.config, layer) {
+            let input = match stage.name {
+                "qkv" => Input::Qkv,
+                "o" => Input::O,
+                "gate_up" => Input::GateUp,
+                _ => Input::Down,
+            };
+            let hessian = if self.plan.scheme.needs_inputs() {
+                Some(self.hessian(layer, &stage, input, &block, stream, &mut between).await?)
+            } else {
+                None
+            };
+            self.quantize_stage(layer, &stage, hessian.as_ref(), &mut block, writer).await?;
+        }
+        if self.plan.scheme.needs_inputs() && layer + 1 < self.plan.config.layers {
+            self.close_block(layer, &block, stream, &mut between).await?;
+        }
+        Ok(())
+    }
+
+    /// Computes a stage's inputs for every micro-batch and sums up their Hessian, (2/tokens)·XᵀX.
+    async fn hessian(
+        &mut self,
+        layer: usize,
+        stage: &Stage,
+        input: Input,
+        block: &Block,
+        stream: &mut Stream,
+        between: &mut Stream,
+    ) -> Result<SymmetricPanels> {
+        let n = stage.linears.first().map_or(0, |spec| spec.in_features);
+        let mut h = SymmetricPanels::zeros(self.device, n)?;
+        let scale = 2.0 / self.batches.tokens() as f32;
+        for batch in 0..self.batches.len() {
+            self.stop_point(layer)?;
+            let seq_len = self.batches.get(batch).seq_len;
+            let Some(mut hidden) = stream.take(batch)? else { continue };
+            let since = Instant::now();
+            let x = match input {
+                Input::Qkv => block.attention_input(&hidden)?,
+                Input::O => block.attention(&block.attention_input(&hidden)?, seq_len, &self.rope)?,
+                Input::GateUp => {
+                    let mixed = match between.take(batch)? {
+                        Some(mixed) => mixed,
+                        None => block.attention(&block.attention_input(&hidden)?, seq_len, &self.rope)?,
+                    };
+                    block.add_attention(&mut hidden, &mixed)?;
+                    block.mlp_input(&hidden)?
+                }
+                Input::Down => block.mlp_hidden(&block.mlp_input(&hidden)?)?,
+            };
+            self.clock.add("forward", since);
+            let since = Instant::now();
+            h.accumulate(&x, scale)?;
+            self.clock.add("hessian", since);
+            if matches!(input, Input::O | Input::Down) && self.plan.keep_between {
+                between.put(batch, x).await?;
+            }
+            stream.put(batch, hidden).await?;
+            self.device.settle().await?;
+            let tokens = self.batches.get(batch).ids.len() as f64;
+            self.advance(layer, stage.name, tokens * (n * n) as f64);
+        }
+        Ok(h)
+    }
+
+    /// The block's last outputs, the next block's inputs.
+    async fn close_block(
+        &mut self,
+        layer: usize,
+        block: &Block,
+        stream: &mut Stream,
+        between: &mut Stream,
+    ) -> Result<()> {
+        for batch in 0..self.batches.len() {
+            self.stop_point(layer)?;
+            let Some(mut hidden) = stream.take(batch)? else { continue };
+            let since = Instant::now();
+            let inner = match between.take(batch)? {
+                Some(inner) => inner,
+                None => block.mlp_hidden(&block.mlp_input(&hidden)?)?,
+            };
+            block.add_mlp(&mut hidden, &inner)?;
+            stream.put(batch, hidden).await?;
+            self.device.settle().await?;
+            self.clock.add("forward", since);
+        }
+        Ok(())
+    }
+
+    async fn quantize_stage(
+        &mut self,
+        layer: usize,
+        stage: &Stage,
+        hessian: Option<&SymmetricPanels>,
+        block: &mut Block,
+        writer: &mut Writer,
+    ) -> Result<()> {
+        let n = stage.linears.first().map_or(0, |spec| spec.in_features);
+        let place = format!("block {layer}, stage {}", stage.name);
+        let since = Instant::now();
+        let scheme = &self.plan.scheme;
+        let prepared = prepare(scheme, ScaleType::F16, self.device, n, hessian, &place).await?;
+        self.clock.add("factor", since);
+        if prepared.fell_back() {
+            self.warn(format!(
+                "{place}: no damping made the Hessian positive definite; rounded to nearest instead of GPTQ"
+            ));
+        } else if prepared.damp_used().is_some_and(|used| used > scheme.damp_percent) {
+            let used = prepared.damp_used().unwrap_or_default();
+            self.warn(format!("{place}: damping had to be raised from {} to {used}", scheme.damp_percent));
+        }
+        for spec in &stage.linears {
+            self.stop_point(layer)?;
+            let since = Instant::now();
+            let (linear, quantized, loss) = self.quantize_linear(spec, &prepared).await?;
+            let row = ModuleRow {
+                layer,
+                module: spec.module.clone(),
+                input: spec.in_features,
+                output: spec.out_features,
+                bits: scheme.bits,
+                group: group_size(scheme),
+                tokens: self.batches.tokens(),
+                damp: prepared.damp_used(),
+                rtn_loss: loss.map(|loss| loss.rtn),
+                gptq_loss: loss.map(|loss| loss.gptq),
+                seconds: since.elapsed().as_secs_f64(),
+            };
+            self.clock.add("quantize", since);
+            let since = Instant::now();
+            self.journal.act_ordered |= quantized.is_act_ordered(group_size(scheme))?;
+            for (name, bytes) in quantized.tensors(&spec.module, ZeroFormat::V1)? {
+                writer.write(&name, &bytes).await?;
+            }
+            self.clock.add("write", since);
+            block.set_linear(spec.clone(), linear);
+            self.observer.event(Event::Module(&row));
+            self.journal.modules.push(row);
+            let forward = 2.0 * self.batches.tokens() as f64 * (spec.in_features * spec.out_features) as f64;
+            let sweep = 2.0 * (spec.out_features * n * n) as f64;
+            self.advance(layer, stage.name, forward + sweep);
+        }
+        Ok(())
+    }
+
+    /// Quantizes one linear layer, some rows at a time.
+    async fn quantize_linear(
+        &mut self,
+        spec: &LinearSpec,
+        prepared: &Prepared,
+    ) -> Result<(Linear, GptqLinear, Option<Losses>)> {
+        let (rows, n) = (spec.out_features, spec.in_features);
+        let name = format!("{}.weight", spec.module);
+        let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
+        let groups = self.plan.scheme.groups(n);
+        let bias = if spec.bias {
+            let values = load_f32(self.stored, &format!("{}.bias", spec.module), &[rows]).await?;
+            Some(values.into_iter().map(floats::round_to_f16).collect::<Vec<f32>>())
+        } else {
+            None
+        };
+        let mut result = GptqLinear {
+            n: rows,
+            k: n,
+            bits: self.plan.scheme.bits,
+            codes: Vec::with_capacity(rows * n),
+            scales: vec![0.0; groups * rows],
+            zeros: vec![0; groups * rows],
+            g_idx: prepared.g_idx().to_vec(),
+            bias: bias.clone(),
+        };
+        let mut chunks = Vec::new();
+        let mut loss: Option<Losses> = None;
+        let step = (PIECE_BYTES / (4 * n) / 64 * 64).max(64);
+        for start in (0..rows).step_by(step) {
+            let end = rows.min(start + step);
+            let bytes = self.stored.read_rows(&name, start..end).await?;
+            let weight = Tensor::from_bytes(&Device::Cpu, elem, &[end - start, n], &bytes)?;
+            check_finite(&weight, &name)?;
+            let weight = match self.device {
+                Device::Cpu => weight,
+                Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &[end - start, n], &bytes)?,
+            };
+            drop(bytes);
+            let part = quantize_rows(prepared, &weight).await?;
+            result.codes.extend_from_slice(&part.codes);
+            // The file has [groups, rows].
+            for row in 0..end - start {
+                for g in 0..groups {
+                    result.scales[g * rows + start + row] = part.scales[row * groups + g];
+                    result.zeros[g * rows + start + row] = part.zeros[row * groups + g];
+                }
+            }
+            if let Some(part) = part.loss {
+                let sum = loss.get_or_insert_default();
+                sum.gptq += part.gptq;
+                sum.rtn += part.rtn;
+            }
+            chunks.push(part.dequantized);
+        }
+        if loss.is_some_and(|loss| !loss.gptq.is_finite()) {
+            return Err(Error::numeric(
+                &spec.module,
+                "its quantization loss is not finite",
+                "The activations overflow in 32-bit arithmetic; check the model file",
+            ));
+        }
+        Ok((Linear::new(chunks, bias)?, result, loss))
+    }
+
+    async fn finish(&mut self, writer: Writer, begun: Instant) -> Result<RunReport> {
+        let mut quant = self.plan.quant.clone();
+        quant.scheme.desc_act = self.journal.act_ordered;
+        let checkpoint = &self.stored.checkpoint;
+        let source = checkpoint.source();
+        for file in source.files() {
+            if is_weights_file(&file.name)
+                || file.name == crate::checkpoint::CONFIG
+                || file.name == QUANTIZE_CONFIG
+            {
+                continue;
+            }
+            let bytes = source.read(&file.name, 0..file.size).await?;
+            writer.write_file(&file.name, &bytes).await?;
+        }
+        let quantize_config = serde_json::to_vec_pretty(&quant.to_json())
+            .map_err(|error| Error::Internal(error.to_string()))?;
+        let extra = [
+            (QUANT_LOG.to_owned(), csv(&self.journal.modules).into_bytes()),
+            (QUANTIZE_CONFIG.to_owned(), quantize_config),
+        ];
+        writer.finish(&extra, &edited_config(checkpoint.config_text(), &quant)?).await?;
+        Ok(RunReport {
+            modules: std::mem::take(&mut self.journal.modules),
+            tokens: self.batches.tokens(),
+            seconds: begun.elapsed().as_secs_f64(),
+            seconds_by_step: std::mem::take(&mut self.clock.seconds),
+            output_bytes: self.plan.layout.tensor_bytes(),
+            bits_per_weight: self.plan.bits_per_weight(),
+            warnings: std::mem::take(&mut self.journal.warnings),
+        })
+    }
+
+    fn warn(&mut self, text: String) {
+        self.observer.event(Event::Warning(text.clone()));
+        self.journal.warnings.push(text);
+    }
+
+    fn advance(&mut self, block: usize, stage: &'static str, flops: f64) {
+        self.done += flops;
+        let total = self.plan.flops.max(1.0);
+        self.observer.event(Event::Progress { block, stage, done: self.done.min(total), total });
+    }
+
+    /// Where stopping loses nothing but the block at hand.
+    fn stop_point(&self, layer: usize) -> Result<()> {
+        if !self.observer.stop_requested() {
+            return Ok(());
+        }
+        let advice = match self.journal.blocks_done {
+            0 => "no block was finished yet; --overwrite starts anew".to_owned(),
+            done => format!("{done} finished blocks are kept; repeat the command with --resume to go on"),
+        };
+        Err(Error::Interrupted {
+            place: format!("in block {} of {}", layer + 1, self.plan.config.layers),
+            advice,
+        })
+    }
+}
+
+/// A weight that is not a number would spoil a whole layer unnoticed.
+fn check_finite(weight: &Tensor, name: &str) -> Result<()> {
+    let n = weight.cols();
+    let at = match weight.host_data()? {
+        Host::F32(v) => v.iter().position(|x| !x.is_finite()),
+        Host::F16(v) => v.iter().position(|x| !x.is_finite()),
+        Host::BF16(v) => v.iter().position(|x| !x.is_finite()),
+        Host::U32(_) | Host::U8(_) => None,
+    };
+    match at {
+        None => Ok(()),
+        Some(at) => Err(Error::numeric(
+            name,
+            format!("column {} of a row is not a finite number", at % n),
+            "The file is damaged; fetch the model again",
+        )),
+    }
+}
