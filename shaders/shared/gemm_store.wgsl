@@ -8,9 +8,6 @@ fn above_diagonal(i: u32, j: u32) -> bool {
 
 // With beta = 0 the old value is not read: it may be anything, NaN included.
 fn store(i: u32, j: u32, acc: f32) {
-    if i >= p.m || j >= p.n {
-        return;
-    }
     let at = p.c_offset + i * p.c_row + j;
     var value = p.alpha * acc;
     if p.has_bias != 0u {
@@ -24,12 +21,16 @@ fn store(i: u32, j: u32, acc: f32) {
 
 // Column r of `block` is C[i + r, j..].
 fn store_block(i: u32, j: u32, block: mat4x4<f32>) {
+    if i >= p.m || j >= p.n {
+        return;
+    }
+    // Loops whose ends are not known are not unrolled: sixteen copies of the above take software
+    // adapters seconds to compile.
     var rows = block;
-    for (var r = 0u; r < 4u; r++) {
-        let row = rows[r];
-        store(i + r, j, row.x);
-        store(i + r, j + 1u, row.y);
-        store(i + r, j + 2u, row.z);
-        store(i + r, j + 3u, row.w);
+    for (var r = 0u; r < min(4u, p.m - i); r++) {
+        var row = rows[r];
+        for (var s = 0u; s < min(4u, p.n - j); s++) {
+            store(i + r, j + s, row[s]);
+        }
     }
 }

@@ -10,6 +10,7 @@ use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
 
 mod gpu;
+mod tuning;
 
 /// A matrix inside a tensor: `rows × cols` as it takes part in the product, that is after
 /// transposition.
@@ -149,7 +150,8 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     Ok(y)
 }
 
-pub use gpu::Variant;
+pub use gpu::{KERNELS, Variant};
+pub use tuning::tune;
 
 /// The kernels among which [`tune`] chooses.
 pub fn variants() -> &'static [Variant] {
@@ -409,5 +411,51 @@ mod tests {
         assert!(refused(Mat::of(&a), Mat::of(&a).t(), Some(&a)));
         assert!(refused(Mat { offset: 1, ..Mat::of(&a) }, Mat::of(&a).t(), None));
         assert!(!refused(Mat::of(&a), Mat::of(&half).t(), None));
+    }
+
+    /// Not a check but a measurement: `cargo test --lib speeds_of_gemm -- --ignored --nocapture`.
+    #[test]
+    #[ignore = "prints speeds"]
+    fn speeds_of_gemm() {
+        let time = |device: &Device, (m, n, k): (usize, usize, usize), ta: bool, tb: bool, elem: Elem| {
+            let shape = |t, r, c| if t { [c, r] } else { [r, c] };
+            let a = Tensor::from_f32(device, &shape(ta, m, k), noise(m * k, 1)).unwrap();
+            let zeros = vec![0; n * k * elem.bytes()];
+            let b = Tensor::from_bytes(device, elem, &shape(tb, k, n), &zeros).unwrap();
+            let mut c = Tensor::zeros(device, Elem::F32, &[m, n]).unwrap();
+            let mut best = f64::INFINITY;
+            for _ in 0..4 {
+                let start = std::time::Instant::now();
+                let (a, b) = (Mat::of(&a), Mat::of(&b));
+                let (a, b) = (if ta { a.t() } else { a }, if tb { b.t() } else { b });
+                gemm(Target::of(&mut c), a, b, Scaling::SET, None).unwrap();
+                pollster::block_on(device.settle()).unwrap();
+                best = best.min(start.elapsed().as_secs_f64());
+            }
+            2.0 * (m * n * k) as f64 / best / 1e9
+        };
+        let forms = [("NT", false, true), ("NN", false, false), ("TN", true, false)];
+        if let Some(device) = test_gpu() {
+            let Device::Gpu(gpu) = &device else { return };
+            for (index, variant) in variants().iter().enumerate() {
+                force(gpu, index);
+                for (form, ta, tb) in forms {
+                    for elem in [Elem::F32, Elem::BF16] {
+                        let speed = time(&device, (512, 512, 512), ta, tb, elem);
+                        println!(
+                            "{} {} {form} {elem:?} 512³: {speed:.1} GFLOP/s",
+                            device.describe(),
+                            variant.name
+                        );
+                    }
+                }
+            }
+        }
+        for (m, n, k) in [(512, 1536, 576), (2048, 2048, 2048), (1536, 512, 2048)] {
+            for (form, ta, tb) in forms {
+                let speed = time(&Device::Cpu, (m, n, k), ta, tb, Elem::F32);
+                println!("cpu {form} {m}×{n}×{k}: {speed:.1} GFLOP/s");
+            }
+        }
     }
 }

@@ -3,6 +3,7 @@
 use super::{Mat, Scaling, Target};
 use crate::device::{Access, Gpu, Kernel};
 use crate::error::Result;
+use crate::kernels::registry::Registered;
 use crate::tensor::Tensor;
 
 /// `GemmParams` of shaders/shared/gemm_params.wgsl; strides and offsets are in elements.
@@ -40,6 +41,10 @@ pub const REG: Kernel =
 pub const TILE: Kernel =
     Kernel { name: "gemm_tile", source: include_str!("../../../shaders/gemm_tile.wgsl"), bindings: BINDINGS };
 
+/// For [`crate::kernels::registry`].
+pub const KERNELS: &[Registered] =
+    &[(&ANY, size_of::<Params>()), (&REG, size_of::<Params>()), (&TILE, size_of::<Params>())];
+
 /// One way to multiply matrices whose stored rows are aligned to four elements.
 pub struct Variant {
     pub name: &'static str,
@@ -75,7 +80,7 @@ pub fn gemm(
     lower: bool,
 ) -> Result<()> {
     let (m, n, k) = (a.rows, b.cols, a.cols);
-    let aligned = |mat: Mat| mat.offset % 4 == 0 && mat.ld % 4 == 0;
+    let aligned = |mat: Mat| mat.offset.is_multiple_of(4) && mat.ld.is_multiple_of(4);
     let variant = if aligned(a) && aligned(b) { variant(gpu) } else { &UNALIGNED };
     let mut constants = vec![("ELEM", b.tensor.elem().shader_constant())];
     if aligned(a) && aligned(b) {
