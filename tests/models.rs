@@ -107,6 +107,33 @@ fn logits_equal_those_of_transformers_on_the_cpu() {
     }
 }
 
+/// The software adapter under WebGPU's default limits (or the adapter that `HALFTONE_TEST_ADAPTER`
+/// names); `None` where there is none, unless `HALFTONE_REQUIRE_ADAPTER` is set.
+fn gpu() -> Option<Device> {
+    let name = std::env::var("HALFTONE_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
+    let choice = AdapterChoice { name: Some(name), allow_software: true };
+    let opened = block_on(async {
+        let adapter = pick_adapter(&choice).await?;
+        Gpu::open(&adapter, &GpuOptions { default_limits: true }).await
+    });
+    match opened {
+        Ok(gpu) => Some(Device::Gpu(gpu)),
+        Err(error) => {
+            assert!(std::env::var_os("HALFTONE_REQUIRE_ADAPTER").is_none(), "no test adapter: {error}");
+            eprintln!("skipped: {error}");
+            None
+        }
+    }
+}
+
+#[test]
+fn logits_equal_those_of_transformers_on_a_gpu() {
+    let Some(device) = gpu() else { return };
+    for name in MODELS {
+        check(name, &device);
+    }
+}
+
 #[test]
 fn the_architecture_table_names_every_tensor_of_a_checkpoint() {
     for name in MODELS {

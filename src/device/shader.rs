@@ -25,6 +25,7 @@ const SHARED: &[(&str, &str)] = &[
     ("gemm_blocks", include_str!("../../shaders/shared/gemm_blocks.wgsl")),
     ("gemm_params", include_str!("../../shaders/shared/gemm_params.wgsl")),
     ("gemm_store", include_str!("../../shaders/shared/gemm_store.wgsl")),
+    ("reduce", include_str!("../../shaders/shared/reduce.wgsl")),
     ("unpack", include_str!("../../shaders/shared/unpack.wgsl")),
 ];
 

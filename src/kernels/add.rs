@@ -26,7 +26,7 @@ pub fn add_assign(x: &mut Tensor, y: &Tensor) -> Result<()> {
             });
             Ok(())
         }
-        Device::Gpu(_) => Err(Error::Internal("add has no GPU kernel yet".into())),
+        Device::Gpu(gpu) => gpu::add_assign(&gpu.clone(), x, y),
     }
 }
 
@@ -35,5 +35,61 @@ multiversion! {
         for (x, y) in x.iter_mut().zip(y) {
             *x += y;
         }
+    }
+}
+
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::GROUP;
+
+    const ADD: Kernel = Kernel {
+        name: "add",
+        source: include_str!("../../shaders/add.wgsl"),
+        bindings: &[Access::Read, Access::ReadWrite],
+    };
+
+    pub fn add_assign(gpu: &Gpu, x: &Tensor, y: &Tensor) -> Result<()> {
+        // The last quad may reach into the padding that every buffer has.
+        let quads = x.len().div_ceil(4);
+        gpu.dispatch(
+            &ADD,
+            &[],
+            &[y.gpu()?, x.gpu()?],
+            bytemuck::bytes_of(&(quads as u32)),
+            gpu.unfold(quads.div_ceil(GROUP)),
+            x.len() as f64,
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{noise, test_gpu};
+
+    fn run(device: &Device, len: usize) -> Vec<f32> {
+        let mut x = Tensor::from_f32(device, &[len], noise(len, 1)).unwrap();
+        let y = Tensor::from_f32(device, &[len], noise(len, 2)).unwrap();
+        add_assign(&mut x, &y).unwrap();
+        pollster::block_on(x.to_f32()).unwrap()
+    }
+
+    #[test]
+    fn both_devices_add_to_the_last_element() {
+        let devices = [Some(Device::Cpu), test_gpu()];
+        for len in [1, 5, 64, 20_003] {
+            let want: Vec<f32> = noise(len, 1).iter().zip(noise(len, 2)).map(|(x, y)| x + y).collect();
+            for device in devices.iter().flatten() {
+                assert_eq!(run(device, len), want);
+            }
+        }
+    }
+
+    #[test]
+    fn shapes_that_differ_are_refused() {
+        let mut x = Tensor::from_f32(&Device::Cpu, &[3], noise(3, 1)).unwrap();
+        let y = Tensor::from_f32(&Device::Cpu, &[4], noise(4, 1)).unwrap();
+        assert!(add_assign(&mut x, &y).is_err());
     }
 }

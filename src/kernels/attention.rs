@@ -54,7 +54,7 @@ pub fn causal(q: &Tensor, k: &Tensor, v: &Tensor, shape: &Attention, seq_len: us
     let mut out = Tensor::uninit(q.device(), Elem::F32, &[tokens, heads * head_dim])?;
     match q.device() {
         Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, k.f32s()?, v.f32s()?, shape, seq_len),
-        Device::Gpu(_) => return Err(Error::Internal("attention has no GPU kernel yet".into())),
+        Device::Gpu(gpu) => gpu::causal(gpu, &out, q, k, v, shape, seq_len)?,
     }
     Ok(out)
 }
@@ -138,10 +138,83 @@ multiversion! {
     }
 }
 
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::whole_quads;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        seq_len: u32,
+        heads: u32,
+        kv_heads: u32,
+        first_tile: u32,
+        first_sequence: u32,
+        window: u32,
+        scale: f32,
+    }
+
+    const ATTENTION: Kernel = Kernel {
+        name: "attention",
+        source: include_str!("../../shaders/attention.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::Read, Access::ReadWrite],
+    };
+
+    pub fn causal(
+        gpu: &Gpu,
+        out: &Tensor,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        shape: &Attention,
+        seq_len: usize,
+    ) -> Result<()> {
+        let head_quads = whole_quads("attention", "head_dim", shape.head_dim, 16)?;
+        // Fewer rows than a full workgroup waste less above the diagonal where threads are few.
+        let rows = if gpu.summary().software { 32 } else { 64 };
+        let tiles = seq_len.div_ceil(rows);
+        let sequences = q.rows() / seq_len;
+        let window = shape.window.map_or(seq_len, |window| window.min(seq_len));
+        let slices = head_quads.div_ceil(16);
+        // Scores are made once per slice, values are mixed once.
+        let keys = (window.min(seq_len / 2 + rows) * rows * tiles) as f64;
+        let per_sequence = 2.0 * keys * q.cols() as f64 * f64::from(slices + 1);
+        // A submit holds several sequences, or a part of one.
+        let together = ((gpu.submit_budget() / per_sequence) as usize).clamp(1, sequences.max(1));
+        let pieces = ((per_sequence / gpu.submit_budget()).ceil() as usize).clamp(1, tiles);
+        let tile_step = tiles.div_ceil(pieces);
+        for first_sequence in (0..sequences).step_by(together) {
+            for first_tile in (0..tiles).step_by(tile_step) {
+                let params = Params {
+                    seq_len: seq_len as u32,
+                    heads: shape.heads as u32,
+                    kv_heads: shape.kv_heads as u32,
+                    first_tile: first_tile as u32,
+                    first_sequence: first_sequence as u32,
+                    window: window as u32,
+                    scale: shape.scale,
+                };
+                let count = together.min(sequences - first_sequence);
+                let part = tile_step.min(tiles - first_tile);
+                gpu.dispatch(
+                    &ATTENTION,
+                    &[("ROWS", rows as f64), ("HEAD_QUADS", head_quads.into())],
+                    &[q.gpu()?, k.gpu()?, v.gpu()?, out.gpu()?],
+                    bytemuck::bytes_of(&params),
+                    [part as u32, shape.heads as u32 * slices, count as u32],
+                    per_sequence * count as f64 * part as f64 / tiles as f64,
+                )?;
+            }
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     /// The definition in f64.
     fn naive(q: &[f32], k: &[f32], v: &[f32], shape: &Attention, seq_len: usize) -> Vec<f32> {
@@ -205,6 +278,17 @@ mod tests {
     #[test]
     fn the_cpu_twin_agrees_with_the_definition() {
         check(&Device::Cpu);
+    }
+
+    #[test]
+    fn the_gpu_agrees_with_the_definition() {
+        let Some(device) = test_gpu() else { return };
+        check(&device);
+        // Again in many small submits.
+        if let Device::Gpu(gpu) = &device {
+            gpu.set_submit_budget(1e5);
+        }
+        check(&device);
     }
 
     #[test]

@@ -4,6 +4,7 @@
 //! largest logit so far, the sum of exp(logit − largest), and the target's logit (online
 //! log-sum-exp).
 
+use super::cut::lanes;
 use super::gemm::{Mat, Scaling, Target, gemm};
 use super::parallel::for_chunks;
 use super::simd::{exp, max, multiversion, sum};
@@ -48,7 +49,8 @@ pub async fn nll(hidden: &Tensor, head: &[Tensor], targets: &[u32]) -> Result<Ve
         for chunk in head {
             for row in (0..chunk.rows()).step_by(TILE_VOCAB) {
                 let count = TILE_VOCAB.min(chunk.rows() - row);
-                let mut logits = Tensor::uninit(device, Elem::F32, &[rows, count])?;
+                // Rows start at multiples of four elements, as the fast products want them.
+                let mut logits = Tensor::uninit(device, Elem::F32, &[rows, count.next_multiple_of(4)])?;
                 gemm(
                     Target::of(&mut logits),
                     Mat::of(hidden).part(start, 0, rows, hidden.cols()),
@@ -56,7 +58,7 @@ pub async fn nll(hidden: &Tensor, head: &[Tensor], targets: &[u32]) -> Result<Ve
                     Scaling::SET,
                     None,
                 )?;
-                state.update(&mut logits, first + row)?;
+                state.update(&logits, first + row, count)?;
             }
             first += chunk.rows();
         }
@@ -83,14 +85,14 @@ impl Running {
         })
     }
 
-    /// Takes in logits [rows, count] of the vocabulary entries `first..first + count`.
-    fn update(&mut self, logits: &mut Tensor, first: usize) -> Result<()> {
-        let count = logits.cols();
+    /// Takes in the logits of the vocabulary entries `first..first + count`, the first columns of
+    /// each row.
+    fn update(&mut self, logits: &Tensor, first: usize, count: usize) -> Result<()> {
         match logits.device() {
             Device::Cpu => {
-                let (targets, logits) = (self.targets.u32s()?, logits.f32s()?);
+                let (stride, targets, logits) = (logits.cols(), self.targets.u32s()?, logits.f32s()?);
                 for_chunks(self.state.f32s_mut()?, 4, |row, state| {
-                    let logits = &logits[row * count..][..count];
+                    let logits = &logits[row * stride..][..count];
                     if let Some(&logit) =
                         (targets[row] as usize).checked_sub(first).and_then(|i| logits.get(i))
                     {
@@ -100,7 +102,7 @@ impl Running {
                 });
                 Ok(())
             }
-            Device::Gpu(_) => Err(Error::Internal("cross_entropy has no GPU kernel yet".into())),
+            Device::Gpu(gpu) => gpu::take_in(gpu, lanes(gpu, count), self, logits, first, count),
         }
     }
 
@@ -122,10 +124,56 @@ multiversion! {
     }
 }
 
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::GROUP;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        rows: u32,
+        first: u32,
+        count: u32,
+        stride: u32,
+    }
+
+    const CROSS_ENTROPY: Kernel = Kernel {
+        name: "cross_entropy",
+        source: include_str!("../../shaders/cross_entropy.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::ReadWrite],
+    };
+
+    pub fn take_in(
+        gpu: &Gpu,
+        lanes: usize,
+        running: &Running,
+        logits: &Tensor,
+        first: usize,
+        count: usize,
+    ) -> Result<()> {
+        let rows = logits.rows();
+        let params = Params {
+            rows: rows as u32,
+            first: first as u32,
+            count: count as u32,
+            stride: logits.cols() as u32,
+        };
+        gpu.dispatch(
+            &CROSS_ENTROPY,
+            &[("LANES", lanes as f64)],
+            &[logits.gpu()?, running.targets.gpu()?, running.state.gpu()?],
+            bytemuck::bytes_of(&params),
+            gpu.unfold((rows * lanes).div_ceil(GROUP)),
+            10.0 * (rows * count) as f64,
+        )
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     fn check(device: &Device, tokens: usize, vocab: usize) {
         let d = 32;
@@ -160,5 +208,27 @@ mod tests {
     fn the_cpu_twin_agrees_with_the_definition_across_tiles() {
         check(&Device::Cpu, 3, 9001);
         check(&Device::Cpu, 1030, 50);
+    }
+
+    #[test]
+    fn the_gpu_agrees_with_the_definition_across_tiles() {
+        let Some(device) = test_gpu() else { return };
+        check(&device, 3, 9001);
+        check(&device, 1030, 50);
+    }
+
+    #[test]
+    fn threads_that_share_a_row_agree_with_one_that_has_it_alone() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        let logits = Tensor::from_f32(&device, &[5, 300], noise(1500, 1)).unwrap();
+        let results = [1, 8, 64].map(|lanes| {
+            let running = Running::new(&device, &[0, 7, 99, 150, 298]).unwrap();
+            super::gpu::take_in(gpu, lanes, &running, &logits, 0, 150).unwrap();
+            super::gpu::take_in(gpu, lanes, &running, &logits, 150, 149).unwrap();
+            pollster::block_on(running.finish()).unwrap()
+        });
+        assert!(relative_error(&results[1], &results[0]) < 1e-6);
+        assert!(relative_error(&results[2], &results[0]) < 1e-6);
     }
 }

@@ -35,7 +35,7 @@ pub fn gather(table: &[Tensor], ids: &[u32]) -> Result<Tensor> {
     let mut rows = Tensor::uninit(device, Elem::F32, &[ids.len(), cols])?;
     match device {
         Device::Cpu => cpu(&mut rows, table, ids)?,
-        Device::Gpu(_) => return Err(Error::Internal("embedding has no GPU kernel yet".into())),
+        Device::Gpu(gpu) => gpu::gather(gpu, &rows, table, ids)?,
     }
     Ok(rows)
 }
@@ -72,10 +72,51 @@ fn cpu(rows: &mut Tensor, table: &[Tensor], ids: &[u32]) -> Result<()> {
     Ok(())
 }
 
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{GROUP, whole_quads};
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        tokens: u32,
+        row_quads: u32,
+        first: u32,
+        count: u32,
+    }
+
+    const EMBEDDING: Kernel = Kernel {
+        name: "embedding",
+        source: include_str!("../../shaders/embedding.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::ReadWrite],
+    };
+
+    pub fn gather(gpu: &Gpu, rows: &Tensor, table: &[Tensor], ids: &[u32]) -> Result<()> {
+        let row_quads = whole_quads("embedding", "row", rows.cols(), 4)?;
+        let id_buffer = Tensor::from_u32(rows.device(), &[ids.len()], ids.to_vec())?;
+        let mut first = 0;
+        for chunk in table {
+            let count = chunk.rows() as u32;
+            let params = Params { tokens: ids.len() as u32, row_quads, first, count };
+            gpu.dispatch(
+                &EMBEDDING,
+                &[("ELEM", chunk.elem().shader_constant())],
+                &[chunk.gpu()?, id_buffer.gpu()?, rows.gpu()?],
+                bytemuck::bytes_of(&params),
+                gpu.unfold((rows.len() / 4).div_ceil(GROUP)),
+                rows.len() as f64,
+            )?;
+            first += count;
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::noise;
+    use crate::kernels::testing::{noise, test_gpu};
 
     /// A table of 10 rows of 8 in chunks of 4, 4 and 2 rows, and its values.
     fn table(device: &Device, elem: Elem) -> (Vec<Tensor>, Vec<f32>) {
@@ -113,8 +154,10 @@ mod tests {
     }
 
     #[test]
-    fn the_cpu_twin_finds_rows_in_every_chunk() {
-        check(&Device::Cpu);
+    fn both_devices_find_rows_in_every_chunk() {
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            check(device);
+        }
     }
 
     #[test]

@@ -8,6 +8,7 @@ pub mod attention;
 pub mod cholesky;
 pub mod columns;
 pub mod cross_entropy;
+mod cut;
 pub mod dequant;
 pub mod embedding;
 pub mod gemm;

@@ -1,5 +1,6 @@
 //! Root-mean-square normalization: y = x / √(mean(x²) + ε) · weight, row by row.
 
+use super::cut::lanes;
 use super::parallel::for_chunks;
 use super::simd::{multiversion, sum};
 use crate::device::Device;
@@ -30,7 +31,7 @@ pub fn rmsnorm(x: &Tensor, weight: &Tensor, eps: f32) -> Result<Tensor> {
                 normalize(y, &x[start..start + y.len()], weight, eps);
             });
         }
-        Device::Gpu(_) => return Err(Error::Internal("rmsnorm has no GPU kernel yet".into())),
+        Device::Gpu(gpu) => gpu::rmsnorm(gpu, lanes(gpu, cols / 4), &y, x, weight, eps)?,
     }
     Ok(y)
 }
@@ -46,13 +47,48 @@ multiversion! {
     }
 }
 
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{GROUP, whole_quads};
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        rows: u32,
+        row_quads: u32,
+        eps: f32,
+    }
+
+    const RMSNORM: Kernel = Kernel {
+        name: "rmsnorm",
+        source: include_str!("../../shaders/rmsnorm.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::ReadWrite],
+    };
+
+    pub fn rmsnorm(gpu: &Gpu, lanes: usize, y: &Tensor, x: &Tensor, weight: &Tensor, eps: f32) -> Result<()> {
+        let rows = x.len() / weight.len();
+        let row_quads = whole_quads("rmsnorm", "row", weight.len(), 4)?;
+        let params = Params { rows: rows as u32, row_quads, eps };
+        gpu.dispatch(
+            &RMSNORM,
+            &[("LANES", lanes as f64)],
+            &[x.gpu()?, weight.gpu()?, y.gpu()?],
+            bytemuck::bytes_of(&params),
+            gpu.unfold((rows * lanes).div_ceil(GROUP)),
+            4.0 * x.len() as f64,
+        )
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     #[test]
-    fn the_cpu_twin_agrees_with_the_definition() {
+    fn both_devices_agree_with_the_definition() {
+        let gpu = test_gpu();
         for (rows, cols, parts) in [(7, 96, 1), (5, 64, 4)] {
             let (x, w) = (noise(rows * cols, 1), noise(cols / parts, 2));
             let mut want = vec![];
@@ -61,11 +97,21 @@ mod tests {
                 let scale = 1.0 / (mean + 1e-3).sqrt();
                 want.extend(row.iter().zip(&w).map(|(&x, &w)| (f64::from(x) * scale * f64::from(w)) as f32));
             }
-            let x = Tensor::from_f32(&Device::Cpu, &[rows, cols], x).unwrap();
-            let w = Tensor::from_f32(&Device::Cpu, &[cols / parts], w).unwrap();
-            let y = rmsnorm(&x, &w, 1e-3).unwrap();
-            assert_eq!(y.shape(), [rows, cols]);
-            assert!(relative_error(y.f32s().unwrap(), &want) < 1e-6);
+            for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                let x = Tensor::from_f32(device, &[rows, cols], x.clone()).unwrap();
+                let w = Tensor::from_f32(device, &[cols / parts], w.clone()).unwrap();
+                let y = rmsnorm(&x, &w, 1e-3).unwrap();
+                assert_eq!(y.shape(), [rows, cols]);
+                assert!(relative_error(&pollster::block_on(y.to_f32()).unwrap(), &want) < 1e-6);
+                // A software adapter takes one thread per row; hardware shares rows.
+                if let Device::Gpu(gpu) = device {
+                    for lanes in [4, 64] {
+                        let y = Tensor::uninit(device, Elem::F32, &[rows, cols]).unwrap();
+                        super::gpu::rmsnorm(gpu, lanes, &y, &x, &w, 1e-3).unwrap();
+                        assert!(relative_error(&pollster::block_on(y.to_f32()).unwrap(), &want) < 1e-6);
+                    }
+                }
+            }
         }
     }
 }

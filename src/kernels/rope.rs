@@ -71,7 +71,7 @@ pub fn apply(x: &mut Tensor, table: &RopeTable, seq_len: usize, start: usize) ->
             });
             Ok(())
         }
-        Device::Gpu(_) => Err(Error::Internal("rope has no GPU kernel yet".into())),
+        Device::Gpu(gpu) => gpu::apply(gpu, x, &table.table, seq_len, start),
     }
 }
 
@@ -88,10 +88,51 @@ multiversion! {
     }
 }
 
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{GROUP, whole_quads};
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        tokens: u32,
+        heads: u32,
+        half: u32,
+        seq_len: u32,
+        start: u32,
+    }
+
+    const ROPE: Kernel = Kernel {
+        name: "rope",
+        source: include_str!("../../shaders/rope.wgsl"),
+        bindings: &[Access::Read, Access::ReadWrite],
+    };
+
+    pub fn apply(gpu: &Gpu, x: &Tensor, table: &Tensor, seq_len: usize, start: usize) -> Result<()> {
+        let half = whole_quads("rope", "head", table.cols(), 8)? / 2;
+        let params = Params {
+            tokens: x.rows() as u32,
+            heads: (x.cols() / table.cols()) as u32,
+            half,
+            seq_len: seq_len as u32,
+            start: start as u32,
+        };
+        gpu.dispatch(
+            &ROPE,
+            &[],
+            &[table.gpu()?, x.gpu()?],
+            bytemuck::bytes_of(&params),
+            gpu.unfold((x.len() / 8).div_ceil(GROUP)),
+            3.0 * x.len() as f64,
+        )
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     const INV_FREQ: [f64; 4] = [1.0, 0.1, 0.01, 0.001];
 
@@ -99,9 +140,7 @@ mod tests {
     fn each_pair_turns_by_its_position_within_the_sequence() {
         let (sequences, seq_len, heads, start) = (3, 20, 2, 5);
         let input = noise(sequences * seq_len * heads * 8, 1);
-        let table = RopeTable::new(&Device::Cpu, &INV_FREQ, 1.5, 25).unwrap();
-        let mut x = Tensor::from_f32(&Device::Cpu, &[sequences * seq_len, heads * 8], input.clone()).unwrap();
-        apply(&mut x, &table, seq_len, start).unwrap();
+
         let mut want = vec![0f32; input.len()];
         for (index, want) in want.iter_mut().enumerate() {
             let (i, position) = (index % 8, start + index / 16 % seq_len);
@@ -110,7 +149,13 @@ mod tests {
                 (f64::from(input[index]), f64::from(input[if i < 4 { index + 4 } else { index - 4 }]));
             *want = (1.5 * (this * cos + other * if i < 4 { -sin } else { sin })) as f32;
         }
-        assert!(relative_error(x.f32s().unwrap(), &want) < 1e-6);
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let table = RopeTable::new(device, &INV_FREQ, 1.5, 25).unwrap();
+            let shape = [sequences * seq_len, heads * 8];
+            let mut x = Tensor::from_f32(device, &shape, input.clone()).unwrap();
+            apply(&mut x, &table, seq_len, start).unwrap();
+            assert!(relative_error(&pollster::block_on(x.to_f32()).unwrap(), &want) < 1e-6);
+        }
     }
 
     #[test]

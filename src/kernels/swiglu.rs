@@ -25,7 +25,7 @@ pub fn swiglu(mut gate: Tensor, up: &Tensor) -> Result<Tensor> {
                 gated(gate, &up[start..start + gate.len()]);
             });
         }
-        Device::Gpu(_) => return Err(Error::Internal("swiglu has no GPU kernel yet".into())),
+        Device::Gpu(gpu) => gpu::swiglu(gpu, &gate, up)?,
     }
     Ok(gate)
 }
@@ -38,23 +38,50 @@ multiversion! {
     }
 }
 
+mod gpu {
+    use super::*;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::GROUP;
+
+    const SWIGLU: Kernel = Kernel {
+        name: "swiglu",
+        source: include_str!("../../shaders/swiglu.wgsl"),
+        bindings: &[Access::Read, Access::ReadWrite],
+    };
+
+    pub fn swiglu(gpu: &Gpu, gate: &Tensor, up: &Tensor) -> Result<()> {
+        // The last quad may reach into the padding that every buffer has.
+        let quads = gate.len().div_ceil(4);
+        gpu.dispatch(
+            &SWIGLU,
+            &[],
+            &[up.gpu()?, gate.gpu()?],
+            bytemuck::bytes_of(&(quads as u32)),
+            gpu.unfold(quads.div_ceil(GROUP)),
+            10.0 * gate.len() as f64,
+        )
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::{noise, relative_error};
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
 
     #[test]
-    fn the_cpu_twin_agrees_with_the_definition_far_from_zero_too() {
-        let gate: Vec<f32> = noise(20_000, 1).iter().map(|x| x * 120.0).collect();
-        let up = noise(20_000, 2);
+    fn both_devices_agree_with_the_definition_far_from_zero_too() {
+        let gate: Vec<f32> = noise(199 * 101, 1).iter().map(|x| x * 120.0).collect();
+        let up = noise(199 * 101, 2);
         let want: Vec<f32> = gate
             .iter()
             .zip(&up)
             .map(|(&g, &u)| (f64::from(g) / (1.0 + (-f64::from(g)).exp()) * f64::from(u)) as f32)
             .collect();
-        let gate = Tensor::from_f32(&Device::Cpu, &[200, 100], gate).unwrap();
-        let up = Tensor::from_f32(&Device::Cpu, &[200, 100], up).unwrap();
-        let got = swiglu(gate, &up).unwrap();
-        assert!(relative_error(got.f32s().unwrap(), &want) < 1e-6);
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let gate = Tensor::from_f32(device, &[199, 101], gate.clone()).unwrap();
+            let up = Tensor::from_f32(device, &[199, 101], up.clone()).unwrap();
+            let got = pollster::block_on(swiglu(gate, &up).unwrap().to_f32()).unwrap();
+            assert!(relative_error(&got, &want) < 1e-6);
+        }
     }
 }

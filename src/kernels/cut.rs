@@ -1,0 +1,28 @@
+//! How the smaller GPU kernels cut their work: into quads of four elements, and into lanes, the
+//! threads that share a row.
+
+use crate::device::Gpu;
+use crate::error::{Error, Result};
+
+/// Threads of a workgroup in every kernel that uses these.
+pub const GROUP: usize = 64;
+
+/// `len` elements as quads; `len` must be a multiple of `multiple`, itself one of four.
+///
+/// # Errors
+/// [`Error::Unsupported`] otherwise.
+pub fn whole_quads(kernel: &str, what: &str, len: usize, multiple: usize) -> Result<u32> {
+    if len == 0 || !len.is_multiple_of(multiple) {
+        return Err(Error::unsupported(
+            format!("{kernel}: a {what} of {len} is not a multiple of {multiple}, as the GPU kernel needs"),
+            "Use --device cpu",
+        ));
+    }
+    Ok((len / 4) as u32)
+}
+
+/// How many threads should share a row of `len` items: a power of two up to the workgroup's 64. A
+/// software adapter gets one, since its barriers cost more than they save.
+pub fn lanes(gpu: &Gpu, len: usize) -> usize {
+    if gpu.summary().software { 1 } else { len.next_power_of_two().min(GROUP) }
+}
