@@ -1,6 +1,6 @@
 //! The layer quantizer against the original GPTQ program (see tests/goldens/README.md).
 
-use halftone::device::Device;
+use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
 use halftone::gptq::exact;
 use halftone::gptq::layer::{prepare, quantize_rows};
 use halftone::gptq::scheme::{Preset, Scheme};
@@ -117,8 +117,9 @@ fn agrees_with_the_original_program(device: &Device) {
         let (mut codes, mut wrong, mut loss, mut golden_loss) = (0, 0, 0.0, 0.0);
         for golden in goldens() {
             let h = panels(device, &golden.hessian, golden.n);
-            let prepared =
-                prepare(&golden.scheme, ScaleType::F32, device, golden.n, Some(&h), &golden.name).await.unwrap();
+            let prepared = prepare(&golden.scheme, ScaleType::F32, device, golden.n, Some(&h), &golden.name)
+                .await
+                .unwrap();
             let weight = Tensor::from_f32(device, &[golden.rows, golden.n], golden.weight.clone()).unwrap();
             let result = quantize_rows(&prepared, &weight).await.unwrap();
             let groups = golden.scheme.groups(golden.n);
@@ -154,4 +155,23 @@ fn agrees_with_the_original_program(device: &Device) {
 #[test]
 fn the_cpu_path_agrees_with_the_original_program() {
     agrees_with_the_original_program(&Device::Cpu);
+}
+
+/// On a software adapter under WebGPU's default limits: the one named by `HALFTONE_TEST_ADAPTER`, or
+/// llvmpipe.
+#[test]
+fn the_gpu_path_agrees_with_the_original_program() {
+    let name = std::env::var("HALFTONE_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
+    let choice = AdapterChoice { name: Some(name), allow_software: true };
+    let opened = pollster::block_on(async {
+        let adapter = pick_adapter(&choice).await?;
+        Gpu::open(&adapter, &GpuOptions { default_limits: true }).await
+    });
+    match opened {
+        Ok(gpu) => agrees_with_the_original_program(&Device::Gpu(gpu)),
+        Err(error) => {
+            assert!(std::env::var_os("HALFTONE_REQUIRE_ADAPTER").is_none(), "no test adapter: {error}");
+            eprintln!("skipped: {error}");
+        }
+    }
 }

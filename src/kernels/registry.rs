@@ -4,7 +4,7 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::gemm;
+use super::{cholesky, columns, dequant, gemm, norm, scales, sweep, symmetric};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -12,7 +12,17 @@ pub type Registered = (&'static Kernel, usize);
 
 /// Every kernel there is.
 pub fn registry() -> Vec<Registered> {
-    [gemm::KERNELS].concat()
+    [
+        cholesky::KERNELS,
+        columns::KERNELS,
+        dequant::KERNELS,
+        gemm::KERNELS,
+        norm::KERNELS,
+        scales::KERNELS,
+        sweep::KERNELS,
+        symmetric::KERNELS,
+    ]
+    .concat()
 }
 
 #[cfg(test)]
