@@ -1,13 +1,15 @@
 // Causal attention with grouped heads and a sliding window, by online softmax.
 //
-// A thread owns one query row of one head and 64 of the head's dimensions (a slice). It walks over
-// the keys four at a time with the largest score so far, the sum of exp(score - largest) and the
-// mix of values weighted by them; when the largest grows, sum and mix are scaled down. All threads of
-// a workgroup walk over the same keys, so that loads of keys and values are uniform, and mask what
-// their own row must not see. No workgroup memory, no barriers.
+// A workgroup owns a tile of query rows of one head and walks over the keys that any of its rows sees,
+// KEYS at a time, with each row's largest score so far, the sum of exp(score - largest), and the mix
+// of values weighted by them; when the largest grows, sum and mix are scaled down.
+// Its threads form GROUPS groups of PARTS: a group owns four rows. In the first half of a step each
+// thread makes a part of its group's scores, in the second half each mixes sixteen of the head's
+// dimensions for all four rows. Scores pass from one half to the other through workgroup memory;
+// everything else is in 4x4 blocks in registers.
 //
-// Dispatch: x counts tiles of ROWS query rows from `first_tile`, y heads times slices, z sequences
-// from `first_sequence`. head_dim is a multiple of 16. CPU twin: src/kernels/attention.rs.
+// Dispatch: x counts tiles of 4 * GROUPS query rows from `first_tile`, y heads, z sequences from
+// `first_sequence`. CPU twin: src/kernels/attention.rs.
 struct Params {
     seq_len: u32,
     heads: u32,
@@ -25,107 +27,132 @@ struct Params {
 @group(0) @binding(3) var<storage, read> v: array<vec4<f32>>; // [tokens, kv_heads, d]
 @group(0) @binding(4) var<storage, read_write> out: array<vec4<f32>>; // [tokens, heads, d]
 
-override ROWS: u32 = 64u;
-override HEAD_QUADS: u32 = 16u;
+override PARTS: u32 = 4u; // head_dim / 16
+override GROUPS: u32 = 16u;
+override KEYS: u32 = 32u; // a multiple of 8
+override SCORES: u32 = GROUPS * KEYS;
 
-// Quads in a slice: sixteen vectors of sums, named rather than indexed so that they stay in registers.
-const SLICE: u32 = 16u;
-const LOWEST: f32 = -3.0e38;
+const CORNERS = vec4<u32>(0u, 1u, 2u, 3u);
+// Below every score. What is not seen lies lower still, so that its weight is 0 even while nothing
+// has been seen.
+const LOWEST: f32 = -1.0e38;
+const UNSEEN: f32 = -3.0e38;
 
-// Sum over four keys of weight times quad `quad` of their values.
-fn weighted(at: vec4<u32>, quad: u32, weight: vec4<f32>) -> vec4<f32> {
-    return mat4x4<f32>(v[at.x + quad], v[at.y + quad], v[at.z + quad], v[at.w + quad]) * weight;
+var<workgroup> scores: array<vec4<f32>, SCORES>; // [group, key]: one score for each of four rows
+
+// Column j: the scores of key j for four rows, from one quad of queries and keys.
+fn products(rows: mat4x4<f32>, at: vec4<u32>) -> mat4x4<f32> {
+    return rows * mat4x4<f32>(k[at.x], k[at.y], k[at.z], k[at.w]);
 }
 
-fn weighted4(at: vec4<u32>, quad: u32, weight: vec4<f32>) -> mat4x4<f32> {
+// Column r: a quad of values by the weight of row r.
+fn weighted(value: vec4<f32>, weight: vec4<f32>) -> mat4x4<f32> {
+    return mat4x4<f32>(value * weight.x, value * weight.y, value * weight.z, value * weight.w);
+}
+
+// Column r scaled by `factor[r]`.
+fn scaled(block: mat4x4<f32>, factor: vec4<f32>) -> mat4x4<f32> {
     return mat4x4<f32>(
-        weighted(at, quad, weight),
-        weighted(at, quad + 1u, weight),
-        weighted(at, quad + 2u, weight),
-        weighted(at, quad + 3u, weight),
+        block[0] * factor.x,
+        block[1] * factor.y,
+        block[2] * factor.z,
+        block[3] * factor.w,
     );
 }
 
-fn store4(at: u32, sums: mat4x4<f32>) {
-    out[at] = sums[0];
-    out[at + 1u] = sums[1];
-    out[at + 2u] = sums[2];
-    out[at + 3u] = sums[3];
+// A key's scores as they count for rows `rows`.
+fn visible(key: u32, rows: vec4<u32>, score: vec4<f32>) -> vec4<f32> {
+    let seen = (vec4(key) <= rows) & (vec4(key + p.window) > rows);
+    return select(vec4(UNSEEN), score * p.scale, seen);
 }
 
-@compute @workgroup_size(ROWS)
+fn keep_visible(at: u32, key: u32, rows: vec4<u32>, block: mat4x4<f32>) {
+    scores[at] = visible(key, rows, block[0]);
+    scores[at + 1u] = visible(key + 1u, rows, block[1]);
+    scores[at + 2u] = visible(key + 2u, rows, block[2]);
+    scores[at + 3u] = visible(key + 3u, rows, block[3]);
+}
+
+@compute @workgroup_size(PARTS, GROUPS)
 fn main(
-    @builtin(workgroup_id) group: vec3<u32>,
-    @builtin(local_invocation_index) local: u32,
+    @builtin(workgroup_id) tile: vec3<u32>,
+    @builtin(local_invocation_id) local: vec3<u32>,
 ) {
-    let first_row = (p.first_tile + group.x) * ROWS;
-    let row = first_row + local;
-    let head = group.y % p.heads;
-    let slice = group.y / p.heads * SLICE; // its first quad
-    let sequence = (p.first_sequence + group.z) * p.seq_len; // its first token
-    // Rows past the end repeat the last and do not store.
-    let token = sequence + min(row, p.seq_len - 1u);
-    let query = (token * p.heads + head) * HEAD_QUADS;
-    let kv_head = head / (p.heads / p.kv_heads);
+    let part = local.x;
+    let head_quads = 4u * PARTS;
+    let sequence = (p.first_sequence + tile.z) * p.seq_len; // its first token
+    let first_row = (p.first_tile + tile.x) * 4u * GROUPS;
+    let rows = first_row + local.y * 4u + CORNERS;
+    // Rows past the end repeat the last, since all threads must reach the barriers; they do not store.
+    let tokens = sequence + min(rows, vec4(p.seq_len - 1u));
+    let queries = (tokens * p.heads + tile.y) * head_quads;
+    let kv_step = p.kv_heads * head_quads;
+    let kv_start = sequence * kv_step + tile.y / (p.heads / p.kv_heads) * head_quads;
+    let own_scores = local.y * KEYS;
 
     // The keys that some row of the tile sees.
     let start = select(0u, first_row + 1u - p.window, first_row + 1u > p.window);
-    let end = min(first_row + ROWS, p.seq_len);
-    let in1 = slice + 4u < HEAD_QUADS;
-    let in2 = slice + 8u < HEAD_QUADS;
-    let in3 = slice + 12u < HEAD_QUADS;
+    let end = min(first_row + 4u * GROUPS, p.seq_len);
 
-    var largest = LOWEST;
-    var sum = 0.0;
-    var sums0 = mat4x4<f32>();
+    var largest = vec4(LOWEST);
+    var sum = vec4<f32>();
+    var sums0 = mat4x4<f32>(); // column r: dimensions of row r
     var sums1 = mat4x4<f32>();
     var sums2 = mat4x4<f32>();
     var sums3 = mat4x4<f32>();
-    for (var key = start; key < end; key += 4u) {
-        let keys = vec4(key, key + 1u, key + 2u, key + 3u);
-        // Keys past the end repeat the last and are masked.
-        let at = ((sequence + min(keys, vec4(end - 1u))) * p.kv_heads + kv_head) * HEAD_QUADS;
-        var score = vec4<f32>();
-        for (var quad = 0u; quad < HEAD_QUADS; quad++) {
-            let of_query = q[query + quad];
-            score += vec4(
-                dot(of_query, k[at.x + quad]),
-                dot(of_query, k[at.y + quad]),
-                dot(of_query, k[at.z + quad]),
-                dot(of_query, k[at.w + quad]),
-            );
+    for (var first_key = start; first_key < end; first_key += KEYS) {
+        for (var slot = part * 8u; slot < KEYS; slot += PARTS * 8u) {
+            // Keys past the end repeat the last one; no row sees them, as they lie after it.
+            let key = first_key + slot;
+            let at0 = kv_start + min(key + CORNERS, vec4(p.seq_len - 1u)) * kv_step;
+            let at1 = kv_start + min(key + 4u + CORNERS, vec4(p.seq_len - 1u)) * kv_step;
+            var block0 = mat4x4<f32>();
+            var block1 = mat4x4<f32>();
+            for (var quad = 0u; quad < head_quads; quad++) {
+                let of_rows = transpose(mat4x4<f32>(
+                    q[queries.x + quad],
+                    q[queries.y + quad],
+                    q[queries.z + quad],
+                    q[queries.w + quad],
+                ));
+                block0 += products(of_rows, at0 + quad);
+                block1 += products(of_rows, at1 + quad);
+            }
+            keep_visible(own_scores + slot, key, rows, block0);
+            keep_visible(own_scores + slot + 4u, key + 4u, rows, block1);
         }
-        let seen = (keys <= vec4(row)) & (keys + p.window > vec4(row)) & (keys < vec4(end));
-        score = select(vec4(LOWEST), score * p.scale, seen);
+        workgroupBarrier();
         let before = largest;
-        largest = max(largest, max(max(score.x, score.y), max(score.z, score.w)));
-        let weight = select(vec4(0.0), exp(score - largest), seen);
+        for (var slot = 0u; slot < KEYS; slot++) {
+            largest = max(largest, scores[own_scores + slot]);
+        }
         let kept = exp(before - largest);
-        sum = sum * kept + dot(weight, vec4(1.0));
-        sums0 = sums0 * kept + weighted4(at, slice, weight);
-        if in1 {
-            sums1 = sums1 * kept + weighted4(at, slice + 4u, weight);
+        sum *= kept;
+        sums0 = scaled(sums0, kept);
+        sums1 = scaled(sums1, kept);
+        sums2 = scaled(sums2, kept);
+        sums3 = scaled(sums3, kept);
+        let count = min(KEYS, end - first_key);
+        var at = kv_start + first_key * kv_step + part * 4u;
+        for (var slot = 0u; slot < count; slot++) {
+            let weight = exp(scores[own_scores + slot] - largest);
+            sum += weight;
+            sums0 += weighted(v[at], weight);
+            sums1 += weighted(v[at + 1u], weight);
+            sums2 += weighted(v[at + 2u], weight);
+            sums3 += weighted(v[at + 3u], weight);
+            at += kv_step;
         }
-        if in2 {
-            sums2 = sums2 * kept + weighted4(at, slice + 8u, weight);
-        }
-        if in3 {
-            sums3 = sums3 * kept + weighted4(at, slice + 12u, weight);
-        }
+        workgroupBarrier();
     }
-    if row >= p.seq_len {
-        return;
-    }
-    let result = query + slice;
     let share = 1.0 / sum;
-    store4(result, sums0 * share);
-    if in1 {
-        store4(result + 4u, sums1 * share);
-    }
-    if in2 {
-        store4(result + 8u, sums2 * share);
-    }
-    if in3 {
-        store4(result + 12u, sums3 * share);
+    for (var r = 0u; r < 4u; r++) {
+        if rows[r] < p.seq_len {
+            let result = queries[r] + part * 4u;
+            out[result] = sums0[r] * share[r];
+            out[result + 1u] = sums1[r] * share[r];
+            out[result + 2u] = sums2[r] * share[r];
+            out[result + 3u] = sums3[r] * share[r];
+        }
     }
 }

@@ -73,23 +73,34 @@ fn power(x: f32) -> f32 {
     return square * (0.8 * guess + 0.2 * (square / (guess2 * guess2)));
 }
 
-// What the weights lose when rounded to four grids, one in each component.
-fn losses(start: u32, column0: u32, scale: vec4<f32>, zero: vec4<f32>, columns: u32) -> vec4<f32> {
+struct Losses {
+    plus: vec4<f32>,
+    minus: vec4<f32>,
+}
+
+// What the weights lose when rounded to four grids, one in each component, and to the same with
+// their scales negated: the same quotients, cut off at mirrored ends.
+fn losses(start: u32, column0: u32, scale: vec4<f32>, zero: vec4<f32>, columns: u32) -> Losses {
     let inverse = 1.0 / scale;
     let low = -zero;
     let high = vec4(p.maxq) - zero;
-    var sum = vec4<f32>();
+    var sums = Losses(vec4<f32>(), vec4<f32>());
     for (var i = 0u; i < columns; i++) {
         let value = w[start + i];
         if FIT == MSE {
             let miss = abs(value - scale * clamp(round(value / scale), low, high));
-            sum += vec4(power(miss.x), power(miss.y), power(miss.z), power(miss.w));
+            sums.plus += vec4(power(miss.x), power(miss.y), power(miss.z), power(miss.w));
         } else {
-            let miss = value - scale * clamp(round(value * inverse), low, high);
-            sum += importance[column0 + i] * (miss * miss);
+            let code = round(value * inverse);
+            let plus = value - scale * clamp(code, low, high);
+            sums.plus += importance[column0 + i] * (plus * plus);
+            if SYM {
+                let minus = value - scale * clamp(code, -high, -low);
+                sums.minus += importance[column0 + i] * (minus * minus);
+            }
         }
     }
-    return sum;
+    return sums;
 }
 
 @compute @workgroup_size(64)
@@ -130,18 +141,14 @@ fn main(
             let grid3 = min_max(low, high, size.w);
             let scale = vec4(grid0.x, grid1.x, grid2.x, grid3.x);
             let zero = vec4(grid0.y, grid1.y, grid2.y, grid3.y);
-            let positive = losses(start, column0, scale, zero, columns);
-            var negative = vec4(3.4e38);
-            if SYM && FIT != MSE {
-                negative = losses(start, column0, -scale, zero, columns);
-            }
+            let lost = losses(start, column0, scale, zero, columns);
             for (var c = 0u; c < 4u; c++) {
-                if positive[c] < least {
-                    least = positive[c];
+                if lost.plus[c] < least {
+                    least = lost.plus[c];
                     best = vec2(scale[c], zero[c]);
                 }
-                if negative[c] < least {
-                    least = negative[c];
+                if SYM && FIT != MSE && lost.minus[c] < least {
+                    least = lost.minus[c];
                     best = vec2(-scale[c], zero[c]);
                 }
             }

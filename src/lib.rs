@@ -25,3 +25,9 @@ pub mod text;
 pub mod pipeline;
 
 pub mod eval;
+
+#[cfg(not(target_arch = "wasm32"))]
+pub mod demo;
+
+#[cfg(not(target_arch = "wasm32"))]
+pub mod cli;

@@ -109,10 +109,9 @@ fn panels(device: &Device, h: &[f32], n: usize) -> SymmetricPanels {
     SymmetricPanels { n, panels }
 }
 
-/// In f32 a code can fall on the other side of a tie, and the rest of its row then differs too. Ties
-/// are not rare: the first column of a symmetric group is −7.5 scales exactly when it is the group's
-/// largest weight. So a file may differ in two rows, and all files together in less than one of a
-/// hundred.
+/// In f32 a weight a few millionths of a step from a tie can round to the other side, and what is left
+/// of its row then differs too. So a file may differ in two rows, and all files together in less than
+/// one of a hundred.
 fn agrees_with_the_original_program(device: &Device) {
     pollster::block_on(async {
         let (mut rows, mut wrong, mut loss, mut golden_loss) = (0, 0, 0.0, 0.0);
@@ -139,9 +138,11 @@ fn agrees_with_the_original_program(device: &Device) {
             );
             assert!(here <= 2, "{}: {here} rows differ", golden.name);
             assert!((losses.gptq / golden.loss - 1.0).abs() < 1e-2, "{}", golden.name);
-            // The original's rtn_loss is that of its own scale search where there is one.
+            // The original's rtn_loss is that of its own scale search where there is one, and its scales
+            // span dead columns too.
             let rtn = losses.rtn / golden.rtn_loss;
-            assert!(golden.scheme.mse || (rtn - 1.0).abs() < 1e-3, "{}: {rtn}", golden.name);
+            let dead = (0..golden.n).any(|j| golden.hessian[j * golden.n + j] == 0.0);
+            assert!(golden.scheme.mse || dead || (rtn - 1.0).abs() < 1e-3, "{}: {rtn}", golden.name);
             rows += golden.rows;
             wrong += here;
             // Each file counts alike, whatever the size of its numbers.

@@ -38,16 +38,22 @@ multiversion! {
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::GROUP;
+    use crate::kernels::registry::Registered;
 
     const ADD: Kernel = Kernel {
         name: "add",
         source: include_str!("../../shaders/add.wgsl"),
         bindings: &[Access::Read, Access::ReadWrite],
     };
+
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&ADD, size_of::<u32>())];
 
     pub fn add_assign(gpu: &Gpu, x: &Tensor, y: &Tensor) -> Result<()> {
         // The last quad may reach into the padding that every buffer has.

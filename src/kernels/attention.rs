@@ -54,7 +54,11 @@ pub fn causal(q: &Tensor, k: &Tensor, v: &Tensor, shape: &Attention, seq_len: us
     let mut out = Tensor::uninit(q.device(), Elem::F32, &[tokens, heads * head_dim])?;
     match q.device() {
         Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, k.f32s()?, v.f32s()?, shape, seq_len),
-        Device::Gpu(gpu) => gpu::causal(gpu, &out, q, k, v, shape, seq_len)?,
+        // A software adapter has few threads, so it rather computes less above the diagonal.
+        Device::Gpu(gpu) => {
+            let groups = if gpu.summary().software { 8 } else { 16 };
+            gpu::causal(gpu, groups, &out, q, k, v, shape, seq_len)?;
+        }
     }
     Ok(out)
 }
@@ -138,10 +142,13 @@ multiversion! {
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::whole_quads;
+    use crate::kernels::registry::Registered;
 
     #[repr(C)]
     #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -161,8 +168,14 @@ mod gpu {
         bindings: &[Access::Read, Access::Read, Access::Read, Access::ReadWrite],
     };
 
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&ATTENTION, size_of::<Params>())];
+
+    /// `groups`: how many fours of query rows a workgroup has at most, if its 64 threads suffice.
+    #[expect(clippy::too_many_arguments, reason = "the operation's own six, and where and how it runs")]
     pub fn causal(
         gpu: &Gpu,
+        groups: usize,
         out: &Tensor,
         q: &Tensor,
         k: &Tensor,
@@ -170,16 +183,15 @@ mod gpu {
         shape: &Attention,
         seq_len: usize,
     ) -> Result<()> {
-        let head_quads = whole_quads("attention", "head_dim", shape.head_dim, 16)?;
-        // Fewer rows than a full workgroup waste less above the diagonal where threads are few.
-        let rows = if gpu.summary().software { 32 } else { 64 };
+        let parts = whole_quads("attention", "head_dim", shape.head_dim, 16)? as usize / 4;
+        let groups = (64 / parts).clamp(1, groups);
+        let keys = 8 * parts.max(4);
+        let rows = 4 * groups;
         let tiles = seq_len.div_ceil(rows);
         let sequences = q.rows() / seq_len;
         let window = shape.window.map_or(seq_len, |window| window.min(seq_len));
-        let slices = head_quads.div_ceil(16);
-        // Scores are made once per slice, values are mixed once.
-        let keys = (window.min(seq_len / 2 + rows) * rows * tiles) as f64;
-        let per_sequence = 2.0 * keys * q.cols() as f64 * f64::from(slices + 1);
+        let visited = window.min(seq_len / 2) + rows;
+        let per_sequence = 4.0 * (visited * tiles * rows) as f64 * q.cols() as f64;
         // A submit holds several sequences, or a part of one.
         let together = ((gpu.submit_budget() / per_sequence) as usize).clamp(1, sequences.max(1));
         let pieces = ((per_sequence / gpu.submit_budget()).ceil() as usize).clamp(1, tiles);
@@ -199,10 +211,10 @@ mod gpu {
                 let part = tile_step.min(tiles - first_tile);
                 gpu.dispatch(
                     &ATTENTION,
-                    &[("ROWS", rows as f64), ("HEAD_QUADS", head_quads.into())],
+                    &[("PARTS", parts as f64), ("GROUPS", groups as f64), ("KEYS", keys as f64)],
                     &[q.gpu()?, k.gpu()?, v.gpu()?, out.gpu()?],
                     bytemuck::bytes_of(&params),
-                    [part as u32, shape.heads as u32 * slices, count as u32],
+                    [part as u32, shape.heads as u32, count as u32],
                     per_sequence * count as f64 * part as f64 / tiles as f64,
                 )?;
             }
@@ -289,6 +301,24 @@ mod tests {
             gpu.set_submit_budget(1e5);
         }
         check(&device);
+    }
+
+    #[test]
+    fn tiles_of_the_size_that_hardware_gets_agree_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        let shape = Attention { heads: 2, kv_heads: 1, head_dim: 32, scale: 0.5, window: Some(90) };
+        let make = |device: &Device, heads: usize, seed| {
+            Tensor::from_f32(device, &[300, heads * 32], noise(300 * heads * 32, seed)).unwrap()
+        };
+        let inputs = |device: &Device| (make(device, 2, 1), make(device, 1, 2), make(device, 1, 3));
+        let (q, k, v) = inputs(&Device::Cpu);
+        let want = causal(&q, &k, &v, &shape, 150).unwrap();
+        let (q, k, v) = inputs(&device);
+        let out = Tensor::uninit(&device, Elem::F32, &[300, 64]).unwrap();
+        super::gpu::causal(gpu, 16, &out, &q, &k, &v, &shape, 150).unwrap();
+        let got = pollster::block_on(out.to_f32()).unwrap();
+        assert!(relative_error(&got, want.f32s().unwrap()) < 5e-6);
     }
 
     #[test]

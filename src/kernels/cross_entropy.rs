@@ -124,10 +124,13 @@ multiversion! {
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::GROUP;
+    use crate::kernels::registry::Registered;
 
     #[repr(C)]
     #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -143,6 +146,9 @@ mod gpu {
         source: include_str!("../../shaders/cross_entropy.wgsl"),
         bindings: &[Access::Read, Access::Read, Access::ReadWrite],
     };
+
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&CROSS_ENTROPY, size_of::<Params>())];
 
     pub fn take_in(
         gpu: &Gpu,

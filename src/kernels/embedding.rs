@@ -72,10 +72,13 @@ fn cpu(rows: &mut Tensor, table: &[Tensor], ids: &[u32]) -> Result<()> {
     Ok(())
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::{GROUP, whole_quads};
+    use crate::kernels::registry::Registered;
 
     #[repr(C)]
     #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -91,6 +94,9 @@ mod gpu {
         source: include_str!("../../shaders/embedding.wgsl"),
         bindings: &[Access::Read, Access::Read, Access::ReadWrite],
     };
+
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&EMBEDDING, size_of::<Params>())];
 
     pub fn gather(gpu: &Gpu, rows: &Tensor, table: &[Tensor], ids: &[u32]) -> Result<()> {
         let row_quads = whole_quads("embedding", "row", rows.cols(), 4)?;

@@ -47,10 +47,13 @@ multiversion! {
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::{GROUP, whole_quads};
+    use crate::kernels::registry::Registered;
 
     #[repr(C)]
     #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -65,6 +68,9 @@ mod gpu {
         source: include_str!("../../shaders/rmsnorm.wgsl"),
         bindings: &[Access::Read, Access::Read, Access::ReadWrite],
     };
+
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&RMSNORM, size_of::<Params>())];
 
     pub fn rmsnorm(gpu: &Gpu, lanes: usize, y: &Tensor, x: &Tensor, weight: &Tensor, eps: f32) -> Result<()> {
         let rows = x.len() / weight.len();

@@ -88,10 +88,13 @@ multiversion! {
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::{GROUP, whole_quads};
+    use crate::kernels::registry::Registered;
 
     #[repr(C)]
     #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
@@ -108,6 +111,9 @@ mod gpu {
         source: include_str!("../../shaders/rope.wgsl"),
         bindings: &[Access::Read, Access::ReadWrite],
     };
+
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&ROPE, size_of::<Params>())];
 
     pub fn apply(gpu: &Gpu, x: &Tensor, table: &Tensor, seq_len: usize, start: usize) -> Result<()> {
         let half = whole_quads("rope", "head", table.cols(), 8)? / 2;

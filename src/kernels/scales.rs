@@ -442,9 +442,15 @@ mod tests {
                             let len = GROUP.min(COLS - (at % GROUPS - 1) * GROUP);
                             let values = &want.w[start..start + len];
                             let importance = &want.importance[3 + (at % GROUPS - 1) * GROUP..][..len];
-                            let losses = [g, w].map(|(scale, zero)| match fit {
-                                Fit::Mse => power_loss(values, scale, zero, kind.maxq()),
-                                _ => weighted_loss(values, importance, scale, zero, kind.maxq()),
+                            let power = if fit == Fit::Mse { 2.4 } else { 2.0 };
+                            let losses = [g, w].map(|(scale, zero)| {
+                                let terms = values.iter().zip(importance).map(|(&w, &weight)| {
+                                    let code =
+                                        (w / scale).round_ties_even().max(-zero).min(kind.maxq() - zero);
+                                    let miss = f64::from(w - scale * code).abs().powf(power);
+                                    if fit == Fit::Mse { miss } else { f64::from(weight) * miss }
+                                });
+                                terms.sum::<f64>()
                             });
                             assert!(
                                 fit != Fit::MinMax && (losses[0] / losses[1] - 1.0).abs() < 1e-4,

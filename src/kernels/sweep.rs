@@ -149,6 +149,7 @@ multiversion! {
             let (before, rest) = rows.weights.split_at_mut(j);
             let w = &mut rest[0];
             let mut error = [0f32; LANES];
+            #[expect(clippy::needless_range_loop, reason = "seven arrays side by side, one lane of each")]
             for l in 0..LANES {
                 let code = ((w[l] / scale[l]).round_ties_even() + zero[l]).max(0.0).min(shared.maxq);
                 let value = scale[l] * (code - zero[l]);

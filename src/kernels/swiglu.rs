@@ -38,16 +38,22 @@ multiversion! {
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
     use crate::kernels::cut::GROUP;
+    use crate::kernels::registry::Registered;
 
     const SWIGLU: Kernel = Kernel {
         name: "swiglu",
         source: include_str!("../../shaders/swiglu.wgsl"),
         bindings: &[Access::Read, Access::ReadWrite],
     };
+
+    /// For [`crate::kernels::registry`].
+    pub const KERNELS: &[Registered] = &[(&SWIGLU, size_of::<u32>())];
 
     pub fn swiglu(gpu: &Gpu, gate: &Tensor, up: &Tensor) -> Result<()> {
         // The last quad may reach into the padding that every buffer has.

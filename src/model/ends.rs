@@ -58,7 +58,7 @@ impl Embedding {
         let mut bytes = Vec::with_capacity(kept.len() * row_bytes);
         let piece_rows = (PIECE_BYTES / row_bytes).max(1);
         let mut rest = kept.as_slice();
-        while let (Some(&first), Some(_)) = (rest.first(), rest.last()) {
+        while let Some(&first) = rest.first() {
             let first = first as usize;
             let count = rest.partition_point(|&id| (id as usize) < first + piece_rows);
             let (here, after) = rest.split_at(count);

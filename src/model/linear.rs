@@ -46,10 +46,7 @@ impl Linear {
 
     /// How the rows of a matrix are cut so that no chunk is larger than one tensor may be.
     pub fn chunk_rows(device: &Device, rows: usize, row_bytes: usize) -> impl Iterator<Item = Range<usize>> {
-        // Whole multiples of 64 rows keep every chunk's results aligned in the output.
-        let fitting = device.max_tensor_bytes() / row_bytes.max(1) as u64 / 64 * 64;
-        let step = usize::try_from(fitting).unwrap_or(usize::MAX).clamp(64, rows.max(64));
-        (0..rows).step_by(step).map(move |start| start..(start + step).min(rows))
+        cut_rows(device.max_tensor_bytes(), rows, row_bytes)
     }
 
     pub fn in_features(&self) -> usize {
@@ -99,6 +96,13 @@ impl Linear {
     }
 }
 
+fn cut_rows(largest: u64, rows: usize, row_bytes: usize) -> impl Iterator<Item = Range<usize>> {
+    // Whole multiples of 64 rows keep every chunk's results aligned in the output.
+    let fitting = largest / row_bytes.max(1) as u64 / 64 * 64;
+    let step = usize::try_from(fitting).unwrap_or(usize::MAX).clamp(64, rows.max(64));
+    (0..rows).step_by(step).map(move |start| start..(start + step).min(rows))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -123,7 +127,9 @@ mod tests {
 
     #[test]
     fn rows_are_cut_only_where_they_must_be() {
-        let ranges: Vec<_> = Linear::chunk_rows(&Device::Cpu, 1000, 1 << 20).collect();
-        assert_eq!(ranges, [0..1000]);
+        let cut = |largest| cut_rows(largest, 300, 1000).map(|range| range.len()).collect::<Vec<_>>();
+        assert_eq!(cut(u64::MAX), [300]);
+        assert_eq!(cut(300_000), [256, 44]);
+        assert_eq!(cut(191_999), [128, 128, 44]);
     }
 }

@@ -64,6 +64,19 @@ pub struct SourceReport {
 }
 
 impl Segments {
+    /// No text at all: what a run that needs none is given.
+    pub fn none() -> Self {
+        let report = SegmentReport {
+            samples: 0,
+            tokens: 0,
+            mean_len: 0.0,
+            distinct_ids: 0,
+            skipped: Vec::new(),
+            sources: Vec::new(),
+        };
+        Self { rows: Vec::new(), report }
+    }
+
     pub(super) fn new(rows: Vec<Vec<u32>>, sources: Vec<SourceReport>) -> Self {
         let tokens = rows.iter().map(Vec::len).sum();
         let distinct: HashSet<u32> = rows.iter().flatten().copied().collect();

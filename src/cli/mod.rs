@@ -1,0 +1,72 @@
+//! The native face: commands, their options, and how their results are shown.
+//!
+//! Results go to standard output (with `--json` as one JSON object), progress and warnings to
+//! standard error. Exit codes are those of [`Error::exit_code`](crate::error::Error::exit_code).
+
+mod adapters;
+mod bench;
+mod demo;
+mod eval;
+mod inspect;
+mod open;
+mod options;
+mod plan;
+mod progress;
+mod quantize;
+mod table;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// GPTQ quantization of language models on your own machine.
+///
+/// Exit codes: 0 done, 2 wrong options, 3 unusable model or text, 4 read or write failed, 5 device,
+/// 6 numbers not finite, 7 cannot resume, 70 a bug, 130 stopped on request.
+#[derive(Parser)]
+#[command(name = "halftone", version)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Quantize a Hugging Face model directory to a GPTQ checkpoint
+    Quantize(quantize::Args),
+    /// Check a quantization without doing it: table of layers, memory, time, output size
+    Plan(plan::Args),
+    /// Show what a model directory holds
+    Inspect(inspect::Args),
+    /// List the GPU adapters of this machine
+    Adapters(adapters::Args),
+    /// Perplexity of a dense or quantized model on a text
+    Eval(eval::Args),
+    /// Quantize the embedded demo model at 4, 3 and 2 bits and compare
+    Demo(demo::Args),
+    /// Measure kernels and whole runs
+    Bench(bench::Args),
+}
+
+/// Parses the command line and runs it.
+pub fn main() -> ExitCode {
+    let cli = Cli::parse();
+    let outcome = pollster::block_on(async {
+        match cli.command {
+            Command::Quantize(args) => quantize::run(args).await,
+            Command::Plan(args) => plan::run(args).await,
+            Command::Inspect(args) => inspect::run(args).await,
+            Command::Adapters(args) => adapters::run(args).await,
+            Command::Eval(args) => eval::run(args).await,
+            Command::Demo(args) => demo::run(args).await,
+            Command::Bench(args) => bench::run(args).await,
+        }
+    });
+    match outcome {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("halftone: {error}");
+            ExitCode::from(error.exit_code())
+        }
+    }
+}

@@ -1,0 +1,160 @@
+//! Options that several commands share.
+
+use clap::{Args, ValueEnum};
+
+use crate::error::{Error, Result};
+use crate::gptq::scheme::{Preset, Scheme};
+
+/// The grid and the method.
+#[derive(Args, Clone)]
+pub struct SchemeArgs {
+    /// default: searched static scales, columns by importance; reference: the original GPTQ program;
+    /// rtn: round to nearest, no calibration
+    #[arg(long, value_enum, default_value_t = PresetArg::Default)]
+    preset: PresetArg,
+    /// Bits per weight: 2, 3, 4 or 8
+    #[arg(long, default_value_t = 4)]
+    bits: u32,
+    /// Input columns that share a scale; -1 for one group per row
+    #[arg(long, default_value_t = 128, allow_negative_numbers = true, value_name = "N")]
+    group_size: i64,
+    /// Symmetric grid (the default): what every fast kernel loads
+    #[arg(long, conflicts_with = "asym")]
+    sym: bool,
+    /// Grid with fitted zero points
+    #[arg(long)]
+    asym: bool,
+    /// Take columns by falling diag(H); `=false` switches it off in preset default
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    desc_act: Option<bool>,
+    /// Groups of neighbouring columns, scales from the original weights
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    static_groups: Option<bool>,
+    /// Search scales instead of taking min-max
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    mse: Option<bool>,
+    /// Damping as a share of mean(diag H)
+    #[arg(long, default_value_t = 0.01, value_name = "SHARE")]
+    damp_percent: f64,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum PresetArg {
+    Default,
+    Reference,
+    Rtn,
+}
+
+impl SchemeArgs {
+    pub fn scheme(&self) -> Result<Scheme> {
+        let preset = match self.preset {
+            PresetArg::Default => Preset::Default,
+            PresetArg::Reference => Preset::Reference,
+            PresetArg::Rtn => Preset::Rtn,
+        };
+        let group_size = match self.group_size {
+            -1 => None,
+            size => Some(usize::try_from(size).map_err(|_| {
+                Error::options(
+                    format!("--group-size {size} is not a size"),
+                    "Use -1, or a number of columns such as 128",
+                )
+            })?),
+        };
+        let base = Scheme::preset(preset, self.bits, group_size);
+        let scheme = Scheme {
+            sym: !self.asym,
+            desc_act: self.desc_act.unwrap_or(base.desc_act),
+            static_groups: self.static_groups.unwrap_or(base.static_groups),
+            mse: self.mse.unwrap_or(base.mse),
+            damp_percent: self.damp_percent,
+            ..base
+        };
+        scheme.check()?;
+        if preset == Preset::Rtn && (scheme.desc_act || !scheme.static_groups) {
+            return Err(Error::options(
+                "--preset rtn takes no order of columns and has static groups only",
+                "Leave out --desc-act and --static-groups, or choose --preset reference",
+            ));
+        }
+        Ok(scheme)
+    }
+}
+
+/// The calibration text.
+#[derive(Args, Clone)]
+pub struct CalibrationArgs {
+    /// Text to calibrate on: .txt, or .jsonl with "text", "messages" or "input_ids"; may be repeated
+    #[arg(long = "calibration", value_name = "FILE")]
+    pub files: Vec<std::path::PathBuf>,
+    /// Samples over all files [default: 128, or every row of input_ids]
+    #[arg(long, value_name = "N")]
+    pub samples: Option<usize>,
+    /// Tokens in a sample
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    pub seq_len: usize,
+    /// Seed of the random windows
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub seed: u64,
+}
+
+/// Where to compute.
+#[derive(Args, Clone)]
+pub struct DeviceArgs {
+    /// auto takes a hardware GPU if there is one, else the CPU
+    #[arg(long, value_enum, default_value_t = DeviceArg::Auto)]
+    pub device: DeviceArg,
+    /// A part of the adapter's name, see `halftone adapters`; software adapters must be named
+    #[arg(long, value_name = "NAME")]
+    pub adapter: Option<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum DeviceArg {
+    Auto,
+    Cpu,
+    Gpu,
+}
+
+/// How much memory a run may take.
+#[derive(Args, Clone)]
+pub struct MemoryArgs {
+    /// Memory for weights and activations, such as 4GB or 800MB [default: 60 % of what is free]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub max_memory: Option<u64>,
+}
+
+/// `500MB`, `4GB`, `4GiB`, or plain bytes.
+fn parse_size(text: &str) -> std::result::Result<u64, String> {
+    let text = text.trim();
+    let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let factor = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "k" | "kb" => 1e3,
+        "m" | "mb" => 1e6,
+        "g" | "gb" => 1e9,
+        "t" | "tb" => 1e12,
+        "kib" => 1024.0,
+        "mib" => 1024f64.powi(2),
+        "gib" => 1024f64.powi(3),
+        _ => return Err(format!("unknown unit \"{unit}\"; use MB, GB, MiB or GiB")),
+    };
+    match number.parse::<f64>() {
+        Ok(value) if value > 0.0 => Ok((value * factor) as u64),
+        _ => Err("a size is a number with a unit, such as 4GB".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_their_units() {
+        assert_eq!(parse_size("4GB"), Ok(4_000_000_000));
+        assert_eq!(parse_size("1.5GiB"), Ok(1_610_612_736));
+        assert_eq!(parse_size("123"), Ok(123));
+        assert!(parse_size("4XB").is_err() && parse_size("-1").is_err() && parse_size("0").is_err());
+    }
+}

@@ -1,0 +1,206 @@
+//! `halftone plan`: everything about a run but the run.
+
+use std::path::PathBuf;
+
+use super::open;
+use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
+use super::table;
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::kernels::gemm::linear;
+use crate::model::{ModelConfig, Stored};
+use crate::pipeline::plan::human_bytes;
+use crate::pipeline::{Plan, PlanOptions, make_plan};
+use crate::tensor::Tensor;
+use crate::text::Segments;
+
+#[derive(clap::Args)]
+pub struct Args {
+    /// Directory with config.json, tokenizer.json and safetensors
+    model: PathBuf,
+    /// Where the result would go; only its disk is looked at
+    #[arg(long)]
+    out: Option<PathBuf>,
+    #[command(flatten)]
+    scheme: SchemeArgs,
+    #[command(flatten)]
+    calibration: CalibrationArgs,
+    #[command(flatten)]
+    device: DeviceArgs,
+    #[command(flatten)]
+    memory: MemoryArgs,
+    /// Print one JSON object
+    #[arg(long)]
+    json: bool,
+}
+
+/// A plan with what it was made from.
+pub struct Prepared {
+    pub stored: Stored,
+    pub segments: Segments,
+    pub device: Device,
+    pub plan: Plan,
+}
+
+/// Opens everything and makes the plan. Without calibration text a plan assumes as many tokens as
+/// asked for.
+pub async fn prepare(
+    model: &std::path::Path,
+    scheme: &SchemeArgs,
+    calibration: &CalibrationArgs,
+    device: &DeviceArgs,
+    memory: &MemoryArgs,
+    text_optional: bool,
+) -> Result<Prepared> {
+    let scheme = scheme.scheme()?;
+    let stored = open::model(model).await?;
+    // The model's own problems come before the calibration text's.
+    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let device = open::device(device).await?;
+    let mut options = PlanOptions { scheme, tokens: 0, longest: 0, max_memory: open::memory(memory) };
+    let segments = if !options.scheme.needs_inputs() || (text_optional && calibration.files.is_empty()) {
+        let rows = vec![vec![0; calibration.seq_len]; calibration.samples.unwrap_or(128)];
+        if options.scheme.needs_inputs() {
+            options.tokens = rows.iter().map(Vec::len).sum();
+            options.longest = calibration.seq_len;
+        }
+        Segments::none()
+    } else {
+        make_plan(&stored, &options, &device)?;
+        let segments = open::calibration(&stored, calibration).await?;
+        options.tokens = segments.report.tokens;
+        options.longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
+        segments
+    };
+    let mut plan = make_plan(&stored, &options, &device)?;
+    let widest = config.intermediate_size.max(config.hidden_size);
+    if options.scheme.needs_inputs() && !segments.rows.is_empty() {
+        plan.warnings.extend(segments.warn_tokens(widest));
+    }
+    Ok(Prepared { stored, segments, device, plan })
+}
+
+/// Refuses a disk that cannot hold the result.
+pub fn check_disk(plan: &Plan, out: &std::path::Path) -> Result<()> {
+    let needed = plan.layout.file_bytes() + (16 << 20);
+    match open::free_space(out) {
+        Some(free) if free < needed => Err(Error::io(
+            "write",
+            out.display(),
+            format!(
+                "the result takes {}, the disk has {} free; free some space",
+                human_bytes(needed),
+                human_bytes(free)
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Seconds that the run will take, from a short measurement of this device's matrix product.
+async fn estimate(plan: &Plan, device: &Device) -> Result<f64> {
+    let (m, n) = (512, 1024);
+    let x = Tensor::from_f32(device, &[m, n], vec![0.5; m * n])?;
+    let w = Tensor::from_f32(device, &[n, n], vec![0.25; n * n])?;
+    let mut best = f64::INFINITY;
+    for _ in 0..3 {
+        let begun = std::time::Instant::now();
+        linear(&x, &w, None)?;
+        device.settle().await?;
+        best = best.min(begun.elapsed().as_secs_f64());
+    }
+    let rate = 2.0 * (m * n * n) as f64 / best;
+    // Norms, attention and scale search run beside the products; measured, they add about half.
+    Ok(plan.flops / rate * 1.5)
+}
+
+pub async fn run(args: Args) -> Result<()> {
+    let Prepared { stored, segments, device, plan } =
+        prepare(&args.model, &args.scheme, &args.calibration, &args.device, &args.memory, true).await?;
+    if let Some(out) = &args.out {
+        check_disk(&plan, out)?;
+    }
+    let seconds = estimate(&plan, &device).await?;
+    if args.json {
+        let object = serde_json::json!({
+            "model_type": plan.config.family.name(),
+            "device": device.describe(),
+            "modules": plan.modules,
+            "memory": plan.memory,
+            "memory_total": plan.memory.total(),
+            "micro_batch_tokens": plan.batch_tokens,
+            "tokens": plan.tokens,
+            "output_bytes": plan.layout.file_bytes(),
+            "bits_per_weight": plan.bits_per_weight(),
+            "estimated_seconds": seconds,
+            "calibration": (!segments.rows.is_empty()).then_some(&segments.report),
+            "warnings": plan.warnings,
+        });
+        println!("{object:#}");
+        return Ok(());
+    }
+    print_plan(&stored, &segments, &device, &plan);
+    println!("time: about {} on {}", human_seconds(seconds), device.describe());
+    Ok(())
+}
+
+/// The table and the sums.
+pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &Plan) {
+    let rows: Vec<Vec<String>> = plan
+        .modules
+        .iter()
+        .map(|module| {
+            vec![
+                module.layer.to_string(),
+                module.stage.to_owned(),
+                module.module.clone(),
+                module.input.to_string(),
+                module.output.to_string(),
+                module.bits.to_string(),
+                module.group.to_string(),
+                human_bytes(module.dense_bytes),
+                human_bytes(module.quantized_bytes),
+            ]
+        })
+        .collect();
+    table::print(&["layer", "stage", "module", "in", "out", "bits", "group", "before", "after"], &rows);
+    println!();
+    let memory = &plan.memory;
+    println!(
+        "model: {}, {} layers, {} in {} tensors",
+        plan.config.family.name(),
+        plan.config.layers,
+        human_bytes(stored.checkpoint.total_bytes()),
+        stored.checkpoint.tensors().len()
+    );
+    if !segments.rows.is_empty() {
+        println!("calibration: {}", segments.report);
+    }
+    println!(
+        "output: {}, {:.2} bits per weight in quantized layers",
+        human_bytes(plan.layout.file_bytes()),
+        plan.bits_per_weight()
+    );
+    println!(
+        "memory on {}: about {} (text {}, between stages {}, weights {}, Hessian and factor {}, working {})",
+        device.describe(),
+        human_bytes(memory.total()),
+        human_bytes(memory.stream),
+        human_bytes(memory.between_stages),
+        human_bytes(memory.weights),
+        human_bytes(memory.hessian),
+        human_bytes(memory.working)
+    );
+    for warning in &plan.warnings {
+        eprintln!("warning: {warning}");
+    }
+}
+
+pub fn human_seconds(seconds: f64) -> String {
+    match seconds {
+        s if s < 1.0 => "a second".to_owned(),
+        s if s < 100.0 => format!("{s:.0} seconds"),
+        s if s < 6000.0 => format!("{:.0} minutes", s / 60.0),
+        s => format!("{:.1} hours", s / 3600.0),
+    }
+}
