@@ -149,7 +149,6 @@ multiversion! {
             let (before, rest) = rows.weights.split_at_mut(j);
             let w = &mut rest[0];
             let mut error = [0f32; LANES];
-            #[expect(clippy::needless_range_loop, reason = "seven arrays side by side, one lane of each")]
             for l in 0..LANES {
                 let code = ((w[l] / scale[l]).round_ties_even() + zero[l]).max(0.0).min(shared.maxq);
                 let value = scale[l] * (code - zero[l]);
@@ -159,9 +158,9 @@ multiversion! {
             }
             let Some(inverse) = shared.inverse else { continue };
             let row = &inverse[j * shared.width..(j + 1) * shared.width];
-            for l in 0..LANES {
-                error[l] /= row[j];
-                rows.loss[l] += error[l] * error[l];
+            for (error, loss) in error.iter_mut().zip(&mut rows.loss) {
+                *error /= row[j];
+                *loss += *error * *error;
             }
             for (w, &factor) in before.iter_mut().zip(row) {
                 for l in 0..LANES {
