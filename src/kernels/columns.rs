@@ -26,23 +26,22 @@ fn cpu(w: &Tensor, columns: &[u32], out: &mut Tensor) -> Result<()> {
     if columns.iter().any(|&c| c != ZERO_COLUMN && c as usize >= n) {
         return Err(Error::Internal("columns: a column number is out of range".into()));
     }
-    let pick = |row: usize, out: &mut [f32], at: &dyn Fn(usize) -> f32| {
-        for (out, &column) in out.iter_mut().zip(columns) {
-            *out = if column == ZERO_COLUMN { 0.0 } else { at(row * n + column as usize) };
-        }
-    };
-    let data = w.host_data()?;
-    match data {
-        Host::F32(v) => for_chunks(out.f32s_mut()?, columns.len(), |row, out| pick(row, out, &|i| v[i])),
-        Host::F16(v) => {
-            for_chunks(out.f32s_mut()?, columns.len(), |row, out| pick(row, out, &|i| v[i].to_f32()))
-        }
-        Host::BF16(v) => {
-            for_chunks(out.f32s_mut()?, columns.len(), |row, out| pick(row, out, &|i| v[i].to_f32()))
-        }
+    let out = out.f32s_mut()?;
+    match w.host_data()? {
+        Host::F32(v) => pick(out, columns, n, |at| v[at]),
+        Host::F16(v) => pick(out, columns, n, |at| v[at].to_f32()),
+        Host::BF16(v) => pick(out, columns, n, |at| v[at].to_f32()),
         Host::U32(_) | Host::U8(_) => return Err(Error::Internal("columns: not a weight".into())),
     }
     Ok(())
+}
+
+fn pick(out: &mut [f32], columns: &[u32], n: usize, at: impl Fn(usize) -> f32 + Sync) {
+    for_chunks(out, columns.len(), |row, out| {
+        for (out, &column) in out.iter_mut().zip(columns) {
+            *out = if column == ZERO_COLUMN { 0.0 } else { at(row * n + column as usize) };
+        }
+    });
 }
 
 pub use gpu::KERNELS;

@@ -151,15 +151,13 @@ pub fn fit_group(kind: GridKind, w: &[f32], importance: &[f32]) -> (f32, f32) {
             let mut best = (f32::INFINITY, min_max(kind, low, high, 1.0));
             for step in 0..=80 {
                 let size = 1.05 - step as f32 / 100.0;
-                let candidate = min_max(kind, low, high, size);
-                for candidate in [candidate, (-candidate.0, candidate.1)] {
-                    let loss = weighted_loss(w, importance, candidate.0, candidate.1, kind.maxq());
-                    if loss < best.0 {
-                        best = (loss, candidate);
-                    }
-                    if !kind.sym {
-                        break;
-                    }
+                let (scale, zero) = min_max(kind, low, high, size);
+                let (plus, minus) = weighted_losses(w, importance, scale, zero, kind.maxq());
+                if plus < best.0 {
+                    best = (plus, (scale, zero));
+                }
+                if kind.sym && minus < best.0 {
+                    best = (minus, (-scale, zero));
                 }
             }
             best.1
@@ -198,29 +196,37 @@ fn round_scale(kind: GridKind, scale: f32) -> f32 {
 const LANES: usize = 16;
 
 multiversion! {
-    fn weighted_loss(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> f32 {
+    /// Σ importance·(w − ŵ)² with `scale` and with −`scale`: the same rounded quotients, cut off at
+    /// mirrored ends.
+    fn weighted_losses(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> (f32, f32) {
         let inverse = 1.0 / scale;
         let (low, high) = (-zero, maxq - zero);
-        let term = |w: f32, importance: f32| {
-            let code = (w * inverse).round_ties_even().max(low).min(high);
-            let miss = w - scale * code;
-            importance * (miss * miss)
+        let terms = |w: f32, importance: f32| {
+            let code = (w * inverse).round_ties_even();
+            let plus = w - scale * code.max(low).min(high);
+            let minus = w - scale * code.max(-high).min(-low);
+            (importance * (plus * plus), importance * (minus * minus))
         };
-        let mut lanes = [0f32; LANES];
+        let (mut plus, mut minus) = ([0f32; LANES], [0f32; LANES]);
         let whole = w.len() / LANES * LANES;
         for (w, importance) in w[..whole].chunks_exact(LANES).zip(importance[..whole].chunks_exact(LANES)) {
             for l in 0..LANES {
-                lanes[l] += term(w[l], importance[l]);
+                let (p, m) = terms(w[l], importance[l]);
+                plus[l] += p;
+                minus[l] += m;
             }
         }
-        let mut sum = 0.0;
-        for lane in lanes {
-            sum += lane;
+        let (mut sum_plus, mut sum_minus) = (0.0, 0.0);
+        for l in 0..LANES {
+            sum_plus += plus[l];
+            sum_minus += minus[l];
         }
         for (&w, &importance) in w[whole..].iter().zip(&importance[whole..]) {
-            sum += term(w, importance);
+            let (p, m) = terms(w, importance);
+            sum_plus += p;
+            sum_minus += m;
         }
-        sum
+        (sum_plus, sum_minus)
     }
 }
 
@@ -317,7 +323,7 @@ mod tests {
     }
 
     fn loss(kind: GridKind, w: &[f32], (scale, zero): (f32, f32)) -> f32 {
-        weighted_loss(w, &vec![1.0; w.len()], scale, zero, kind.maxq())
+        weighted_losses(w, &vec![1.0; w.len()], scale, zero, kind.maxq()).0
     }
 
     #[test]
