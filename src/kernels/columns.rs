@@ -140,6 +140,20 @@ mod tests {
     }
 
     #[test]
+    fn more_workgroups_than_one_dimension_holds() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        gpu.set_submit_budget(1e12);
+        let rows = 1_050_000;
+        assert!(4 * rows > 65_535 * 64);
+        let w = Tensor::from_f32(&device, &[rows, 1], (0..rows).map(|row| row as f32).collect()).unwrap();
+        let columns = Tensor::from_u32(&device, &[4], vec![0, ZERO_COLUMN, 0, 0]).unwrap();
+        let got = pollster::block_on(gather(&w, &columns).unwrap().to_f32()).unwrap();
+        let right = |(row, got): (usize, &[f32])| got == [row as f32, 0.0, row as f32, row as f32];
+        assert!(got.chunks(4).enumerate().all(right));
+    }
+
+    #[test]
     fn what_holds_no_floats_is_refused() {
         for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
             let codes = Tensor::zeros(device, Elem::U8, &[2, 4]).unwrap();
