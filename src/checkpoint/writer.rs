@@ -10,7 +10,7 @@ use super::dtype::DType;
 use super::reader::Checkpoint;
 use super::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE, header};
 use crate::error::{Error, Result};
-use crate::storage::{Sink, SinkFile};
+use crate::storage::{Sink, SinkFile, Source};
 
 /// Tensor bytes per shard unless something else is asked for. Below 4 GiB, so that every file
 /// system and 32-bit reader takes the files.
@@ -56,8 +56,14 @@ pub struct Shard {
 }
 
 impl Shard {
-    fn part(&self) -> String {
+    /// The name while it is being written.
+    pub fn part(&self) -> String {
         format!("{}{PART}", self.name)
+    }
+
+    /// The bytes before the first tensor.
+    pub fn header(&self) -> &[u8] {
+        &self.header
     }
 }
 
@@ -145,7 +151,7 @@ impl Layout {
     }
 
     /// The index of a sharded output, `None` if there is one file.
-    fn index_json(&self) -> Option<String> {
+    pub fn index_json(&self) -> Option<String> {
         if self.shards.len() == 1 {
             return None;
         }
@@ -363,11 +369,34 @@ impl Writer {
     /// [`Error::Internal`] for a name that the weights, the index or `config.json` have;
     /// [`Error::Io`] if the sink refuses.
     pub async fn write_file(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let taken = name == CONFIG || name == INDEX || self.layout.shards.iter().any(|s| s.name == name);
-        if taken {
-            return Err(Error::Internal(format!("{name} is the writer's own file")));
-        }
+        self.check_free(name)?;
         self.put(name, bytes).await
+    }
+
+    /// Copies a file that goes with the weights unchanged, a piece at a time.
+    ///
+    /// # Errors
+    /// As [`Writer::write_file`].
+    pub async fn copy_file(&self, from: &dyn Source, name: &str, size: u64) -> Result<()> {
+        self.check_free(name)?;
+        let part = format!("{name}{PART}");
+        let mut file = self.sink.open(&part, 0).await?;
+        let mut begin = 0;
+        while begin < size {
+            let end = size.min(begin + COPY_BYTES);
+            file.write(&from.read(name, begin..end).await?).await?;
+            begin = end;
+        }
+        file.close().await?;
+        self.sink.rename(&part, name).await
+    }
+
+    /// Refuses a name that the weights, the index or `config.json` have.
+    fn check_free(&self, name: &str) -> Result<()> {
+        match name == CONFIG || name == INDEX || self.layout.shards.iter().any(|s| s.name == name) {
+            true => Err(Error::Internal(format!("{name} is the writer's own file"))),
+            false => Ok(()),
+        }
     }
 
     async fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {

@@ -15,11 +15,11 @@ pub struct Args {
 pub async fn run(args: Args) -> Result<()> {
     let adapters = list_adapters().await;
     if args.json {
-        println!("{:#}", serde_json::json!(adapters));
+        say!("{:#}", serde_json::json!(adapters));
         return Ok(());
     }
     if adapters.is_empty() {
-        println!("no adapters: install a Vulkan, Metal or DX12 driver; --device cpu needs none");
+        say!("no adapters: install a Vulkan, Metal or DX12 driver; --device cpu needs none");
         return Ok(());
     }
     let rows: Vec<Vec<String>> = adapters

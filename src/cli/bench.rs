@@ -95,7 +95,7 @@ fn show(json: bool, header: &[&str], rows: Vec<Vec<String>>) {
                 serde_json::Value::Object(pairs.collect())
             })
             .collect();
-        println!("{:#}", serde_json::Value::Array(objects));
+        say!("{:#}", serde_json::Value::Array(objects));
     } else {
         table::print(header, &rows);
     }
@@ -231,12 +231,18 @@ async fn bench_layer(args: LayerArgs) -> Result<()> {
 }
 
 async fn bench_model(args: ModelArgs) -> Result<()> {
-    let device = &args.common.device;
-    let prepared =
-        super::plan::prepare(&args.model, &args.scheme, &args.calibration, device, &args.memory, false)
-            .await?;
+    let request = super::plan::Request {
+        model: &args.model,
+        scheme: &args.scheme,
+        calibration: &args.calibration,
+        device: &args.common.device,
+        memory: &args.memory,
+        text_optional: false,
+        batch_tokens: None,
+    };
+    let prepared = super::plan::prepare(request).await?;
     let sink = std::rc::Rc::new(crate::storage::memory::MemorySink::new());
-    let options = crate::pipeline::RunOptions { calibration: String::new(), resume_from: None };
+    let options = crate::pipeline::RunOptions { calibration: String::new(), resume: false };
     let mut silent = crate::pipeline::events::Silent;
     let super::plan::Prepared { stored, plan, segments, device } = &prepared;
     let report = crate::pipeline::run(stored, plan, segments, device, sink, &options, &mut silent).await?;

@@ -78,10 +78,10 @@ pub async fn run(args: Args) -> Result<()> {
             let scheme = Scheme::preset(preset, bits, Some(GROUP));
             let (tokens, longest) =
                 if scheme.needs_inputs() { (calibration.report.tokens, SEQ_LEN) } else { (0, 0) };
-            let plan =
-                make_plan(&stored, &PlanOptions { scheme, tokens, longest, max_memory: u64::MAX }, &device)?;
+            let options = PlanOptions { scheme, tokens, longest, max_memory: u64::MAX, batch_tokens: None };
+            let plan = make_plan(&stored, &options, &device)?;
             let sink = MemorySink::new();
-            let nothing = RunOptions { calibration: String::new(), resume_from: None };
+            let nothing = RunOptions { calibration: String::new(), resume: false };
             let mut observer = Stoppable(&stop);
             let report = run_pipeline(
                 &stored,
@@ -109,10 +109,10 @@ pub async fn run(args: Args) -> Result<()> {
     bar.finish_and_clear();
     if args.json {
         let text = serde_json::to_string_pretty(&rows).map_err(|error| Error::Internal(error.to_string()))?;
-        println!("{text}");
+        say!("{text}");
         return Ok(());
     }
-    println!(
+    say!(
         "demo model: {}, {} layers, on {}; calibration {} × {SEQ_LEN} tokens, perplexity over {} tokens of \
          held-out text, groups of {GROUP}\n",
         config.family.name(),

@@ -54,9 +54,9 @@ pub async fn run(args: Args) -> Result<()> {
             "seconds": result.seconds, "device": device.describe(), "text": segments.report,
         }))
         .map_err(|error| Error::Internal(error.to_string()))?;
-        println!("{text}");
+        say!("{text}");
     } else {
-        println!(
+        say!(
             "perplexity {:.4} over {} predicted tokens ({} samples) on {} in {:.1} s",
             result.perplexity,
             result.tokens,

@@ -80,10 +80,10 @@ pub async fn run(args: Args) -> Result<()> {
             "parameters": parameters, "bytes": checkpoint.total_bytes(), "dtypes": dtypes,
             "quantization_config": quantization, "modules": modules,
         });
-        println!("{object:#}");
+        say!("{object:#}");
         return Ok(());
     }
-    println!(
+    say!(
         "{}: {}, {:.1} M parameters, {} layers, hidden {}, heads {} ({} kv) of {}, intermediate {}, vocabulary {}{}",
         args.dir.display(),
         config.family.name(),
@@ -101,12 +101,12 @@ pub async fn run(args: Args) -> Result<()> {
         .iter()
         .map(|(name, (count, bytes))| format!("{count} tensors of {name} ({})", human_bytes(*bytes)))
         .collect();
-    println!("tensors: {}, {} in all", parts.join(", "), human_bytes(checkpoint.total_bytes()));
+    say!("tensors: {}, {} in all", parts.join(", "), human_bytes(checkpoint.total_bytes()));
     match quantization {
-        Some(quantization) => println!("quantization: {quantization}"),
-        None => println!("quantization: none"),
+        Some(quantization) => say!("quantization: {quantization}"),
+        None => say!("quantization: none"),
     }
-    println!();
+    say!("");
     let rows: Vec<Vec<String>> = modules
         .into_iter()
         .map(|(spec, format, bytes)| {

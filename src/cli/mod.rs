@@ -3,6 +3,11 @@
 //! Results go to standard output (with `--json` as one JSON object), progress and warnings to
 //! standard error. Exit codes are those of [`Error::exit_code`](crate::error::Error::exit_code).
 
+/// A line on standard output, see [`say`].
+macro_rules! say {
+    ($($format:tt)*) => { $crate::cli::say(format_args!($($format)*)) };
+}
+
 mod adapters;
 mod bench;
 mod demo;
@@ -18,6 +23,8 @@ mod table;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+
+use crate::error::Error;
 
 /// GPTQ quantization of language models on your own machine.
 ///
@@ -46,6 +53,20 @@ enum Command {
     Demo(demo::Args),
     /// Measure kernels and whole runs
     Bench(bench::Args),
+}
+
+/// Prints a line. A reader that has enough (`halftone plan … | head`) is no error, and no reason to
+/// stop a run; any other failure ends the process as a failed write does.
+fn say(line: std::fmt::Arguments) {
+    use std::io::{ErrorKind, Write};
+    match writeln!(std::io::stdout(), "{line}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            let error = Error::io("write", "standard output", error);
+            eprintln!("halftone: {error}");
+            std::process::exit(error.exit_code().into());
+        }
+        _ => {}
+    }
 }
 
 /// Parses the command line and runs it.

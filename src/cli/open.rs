@@ -62,9 +62,10 @@ pub async fn calibration(stored: &Stored, args: &CalibrationArgs) -> Result<Segm
     calibration_segments(&text, &texts(&args.files)?, &options)
 }
 
-/// What names the calibration options in the journal, besides the tokens themselves.
+/// The calibration options as the journal keeps them, besides the tokens themselves.
 pub fn calibration_name(args: &CalibrationArgs) -> String {
-    format!("samples {:?}, seq_len {}, seed {}", args.samples, args.seq_len, args.seed)
+    let samples = args.samples.map_or("as many as usual".to_owned(), |samples| samples.to_string());
+    format!("--samples {samples}, --seq-len {}, --seed {}", args.seq_len, args.seed)
 }
 
 /// Bytes that a run may take.

@@ -1,6 +1,6 @@
 //! `halftone plan`: everything about a run but the run.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::open;
 use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
@@ -12,7 +12,7 @@ use crate::model::{ModelConfig, Stored};
 use crate::pipeline::plan::human_bytes;
 use crate::pipeline::{Plan, PlanOptions, make_plan};
 use crate::tensor::Tensor;
-use crate::text::Segments;
+use crate::text::{DEFAULT_SAMPLES, Segments};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -42,30 +42,42 @@ pub struct Prepared {
     pub plan: Plan,
 }
 
-/// Opens everything and makes the plan. Without calibration text a plan assumes as many tokens as
-/// asked for.
-pub async fn prepare(
-    model: &std::path::Path,
-    scheme: &SchemeArgs,
-    calibration: &CalibrationArgs,
-    device: &DeviceArgs,
-    memory: &MemoryArgs,
-    text_optional: bool,
-) -> Result<Prepared> {
-    let scheme = scheme.scheme()?;
-    let stored = open::model(model).await?;
+/// What a plan is made from.
+pub struct Request<'a> {
+    pub model: &'a Path,
+    pub scheme: &'a SchemeArgs,
+    pub calibration: &'a CalibrationArgs,
+    pub device: &'a DeviceArgs,
+    pub memory: &'a MemoryArgs,
+    /// Without calibration text, assume as many tokens as asked for.
+    pub text_optional: bool,
+    /// Those of a stopped run.
+    pub batch_tokens: Option<usize>,
+}
+
+/// Opens everything and makes the plan.
+pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
+    let Request { calibration, .. } = request;
+    let scheme = request.scheme.scheme()?;
+    let stored = open::model(request.model).await?;
     // The model's own problems come before the calibration text's.
     let config = ModelConfig::parse(stored.checkpoint.config())?;
-    let device = open::device(device).await?;
-    let mut options = PlanOptions { scheme, tokens: 0, longest: 0, max_memory: open::memory(memory) };
-    let segments = if !options.scheme.needs_inputs() || (text_optional && calibration.files.is_empty()) {
-        let rows = vec![vec![0; calibration.seq_len]; calibration.samples.unwrap_or(128)];
-        if options.scheme.needs_inputs() {
-            options.tokens = rows.iter().map(Vec::len).sum();
-            options.longest = calibration.seq_len;
-        }
+    let device = open::device(request.device).await?;
+    let mut options = PlanOptions {
+        scheme,
+        tokens: 0,
+        longest: 0,
+        max_memory: open::memory(request.memory),
+        batch_tokens: request.batch_tokens,
+    };
+    let segments = if !options.scheme.needs_inputs() {
+        Segments::none()
+    } else if request.text_optional && calibration.files.is_empty() {
+        options.tokens = calibration.samples.unwrap_or(DEFAULT_SAMPLES).saturating_mul(calibration.seq_len);
+        options.longest = calibration.seq_len;
         Segments::none()
     } else {
+        // What is wrong with the model or the scheme is told before minutes of tokenizing.
         make_plan(&stored, &options, &device)?;
         let segments = open::calibration(&stored, calibration).await?;
         options.tokens = segments.report.tokens;
@@ -81,14 +93,18 @@ pub async fn prepare(
 }
 
 /// Refuses a disk that cannot hold the result.
-pub fn check_disk(plan: &Plan, out: &std::path::Path) -> Result<()> {
-    let needed = plan.layout.file_bytes() + (16 << 20);
+pub fn check_disk(plan: &Plan, out: &Path) -> Result<()> {
+    // What a stopped or an earlier run has left there is written over.
+    let there = |name: &str| std::fs::metadata(out.join(name)).map_or(0, |file| file.len());
+    let shards = plan.layout.shards().iter();
+    let left: u64 = shards.map(|shard| there(&shard.name).max(there(&shard.part())).min(shard.size)).sum();
+    let needed = plan.layout.file_bytes() - left + (16 << 20);
     match open::free_space(out) {
         Some(free) if free < needed => Err(Error::io(
             "write",
             out.display(),
             format!(
-                "the result takes {}, the disk has {} free; free some space",
+                "the result takes another {}, the disk has {} free; free some space",
                 human_bytes(needed),
                 human_bytes(free)
             ),
@@ -115,8 +131,16 @@ async fn estimate(plan: &Plan, device: &Device) -> Result<f64> {
 }
 
 pub async fn run(args: Args) -> Result<()> {
-    let Prepared { stored, segments, device, plan } =
-        prepare(&args.model, &args.scheme, &args.calibration, &args.device, &args.memory, true).await?;
+    let request = Request {
+        model: &args.model,
+        scheme: &args.scheme,
+        calibration: &args.calibration,
+        device: &args.device,
+        memory: &args.memory,
+        text_optional: true,
+        batch_tokens: None,
+    };
+    let Prepared { stored, segments, device, plan } = prepare(request).await?;
     if let Some(out) = &args.out {
         check_disk(&plan, out)?;
     }
@@ -136,11 +160,11 @@ pub async fn run(args: Args) -> Result<()> {
             "calibration": (!segments.rows.is_empty()).then_some(&segments.report),
             "warnings": plan.warnings,
         });
-        println!("{object:#}");
+        say!("{object:#}");
         return Ok(());
     }
     print_plan(&stored, &segments, &device, &plan);
-    println!("time: about {} on {}", human_seconds(seconds), device.describe());
+    say!("time: about {} on {}", human_seconds(seconds), device.describe());
     Ok(())
 }
 
@@ -164,9 +188,9 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         })
         .collect();
     table::print(&["layer", "stage", "module", "in", "out", "bits", "group", "before", "after"], &rows);
-    println!();
+    say!("");
     let memory = &plan.memory;
-    println!(
+    say!(
         "model: {}, {} layers, {} in {} tensors",
         plan.config.family.name(),
         plan.config.layers,
@@ -174,14 +198,14 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         stored.checkpoint.tensors().len()
     );
     if !segments.rows.is_empty() {
-        println!("calibration: {}", segments.report);
+        say!("calibration: {}", segments.report);
     }
-    println!(
+    say!(
         "output: {}, {:.2} bits per weight in quantized layers",
         human_bytes(plan.layout.file_bytes()),
         plan.bits_per_weight()
     );
-    println!(
+    say!(
         "memory on {}: about {} (text {}, between stages {}, weights {}, Hessian and factor {}, working {})",
         device.describe(),
         human_bytes(memory.total()),

@@ -44,7 +44,7 @@ impl Terminal {
 
     fn say(&self, line: &str) {
         // suspend keeps the bar and the table from overwriting each other.
-        self.bar.suspend(|| println!("{line}"));
+        self.bar.suspend(|| say!("{line}"));
     }
 
     pub fn close(&self) {

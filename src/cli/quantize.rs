@@ -5,16 +5,16 @@ use std::rc::Rc;
 
 use super::open;
 use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
-use super::plan::{Prepared, check_disk, prepare};
+use super::plan::{Prepared, Request, check_disk, prepare};
 use super::progress::{Terminal, stop_flag};
-use crate::checkpoint::{CONFIG, QUANTIZE_CONFIG, is_weights_file};
+use crate::checkpoint::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE};
 use crate::error::{Error, Result};
-use crate::pipeline::journal::JOURNAL;
+use crate::pipeline::journal::{JOURNAL, Journal};
 use crate::pipeline::plan::human_bytes;
 use crate::pipeline::run::QUANT_LOG;
 use crate::pipeline::{RunOptions, RunReport, run as run_pipeline};
 use crate::storage::Sink;
-use crate::storage::native::{DirSink, DirSource};
+use crate::storage::native::DirSink;
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -44,17 +44,31 @@ pub struct Args {
 
 pub async fn run(args: Args) -> Result<()> {
     check_out(&args)?;
-    let Prepared { stored, segments, device, plan } =
-        prepare(&args.model, &args.scheme, &args.calibration, &args.device, &args.memory, false).await?;
+    let stopped = match args.resume {
+        true => Journal::read(&DirSink::open(&args.out)?).await?,
+        false => None,
+    };
+    let request = Request {
+        model: &args.model,
+        scheme: &args.scheme,
+        calibration: &args.calibration,
+        device: &args.device,
+        memory: &args.memory,
+        text_optional: false,
+        batch_tokens: stopped.map(|journal| journal.inputs.batch_tokens),
+    };
+    let Prepared { stored, segments, device, plan } = prepare(request).await?;
     check_disk(&plan, &args.out)?;
-    let (sink, resume_from) = open_out(&args)?;
+    let sink = open_out(&args)?;
+    // From here on Ctrl-C leaves something to go on from.
+    let stop = stop_flag();
     if !args.json {
         let from = if segments.rows.is_empty() {
             String::new()
         } else {
             format!("calibration: {}\n", segments.report)
         };
-        println!(
+        say!(
             "{}: {}, {} layers, {} on {}\n{from}",
             args.model.display(),
             plan.config.family.name(),
@@ -63,15 +77,19 @@ pub async fn run(args: Args) -> Result<()> {
             device.describe()
         );
     }
-    let options = RunOptions { calibration: open::calibration_name(&args.calibration), resume_from };
-    let mut terminal = Terminal::new(stop_flag(), !args.json);
-    let outcome = run_pipeline(&stored, &plan, &segments, &device, sink, &options, &mut terminal).await;
+    let options = RunOptions { calibration: open::calibration_name(&args.calibration), resume: args.resume };
+    let mut terminal = Terminal::new(stop, !args.json);
+    let outcome =
+        run_pipeline(&stored, &plan, &segments, &device, sink.clone(), &options, &mut terminal).await;
     terminal.close();
-    let report = outcome?;
+    let report = match outcome {
+        Err(error) => return Err(with_what_is_kept(error, sink.as_ref()).await),
+        Ok(report) => report,
+    };
     if args.json {
         let text =
             serde_json::to_string_pretty(&report).map_err(|error| Error::Internal(error.to_string()))?;
-        println!("{text}");
+        say!("{text}");
     } else {
         summarize(&report, &args.out);
     }
@@ -79,14 +97,14 @@ pub async fn run(args: Args) -> Result<()> {
 }
 
 fn summarize(report: &RunReport, out: &Path) {
-    println!();
+    say!("");
     let steps: Vec<String> =
         report.seconds_by_step.iter().map(|(step, seconds)| format!("{step} {seconds:.1} s")).collect();
-    println!("{} layers in {:.1} s ({})", report.modules.len(), report.seconds, steps.join(", "));
+    say!("{} layers in {:.1} s ({})", report.modules.len(), report.seconds, steps.join(", "));
     if let Some(ratio) = report.loss_ratio() {
-        println!("loss: {:.1} % of what rounding to nearest would lose", 100.0 * ratio);
+        say!("loss: {:.1} % of what rounding to nearest would lose", 100.0 * ratio);
     }
-    println!(
+    say!(
         "{}: {} of tensors, {:.2} bits per weight in quantized layers; {QUANT_LOG} has the table",
         out.display(),
         human_bytes(report.output_bytes),
@@ -103,10 +121,16 @@ fn check_out(args: &Args) -> Result<()> {
     if same(&args.model, &args.out) {
         return Err(Error::options("--out is the model's own directory", "Give another directory"));
     }
+    if args.resume && !args.out.join(JOURNAL).exists() {
+        let (what, advice) = match args.out.join(CONFIG).exists() {
+            true => ("a finished result", "There is nothing left to do; --overwrite makes it anew"),
+            false => ("no stopped run", "Leave out --resume to start one"),
+        };
+        return Err(Error::resume(format!("{} holds {what}", args.out.display()), advice));
+    }
     if args.overwrite || args.resume || !args.out.exists() {
         return Ok(());
     }
-    // The same refusal as at the end of all checks, but before minutes of tokenizing.
     let entries =
         std::fs::read_dir(&args.out).map_err(|error| Error::io("list", args.out.display(), error))?;
     match entries.count() {
@@ -122,33 +146,70 @@ fn check_out(args: &Args) -> Result<()> {
     }
 }
 
-type Opened = (Rc<dyn Sink>, Option<Rc<dyn crate::storage::Source>>);
-
-fn open_out(args: &Args) -> Result<Opened> {
-    if args.resume {
-        if !args.out.join(JOURNAL).exists() {
-            return Err(Error::resume(
-                format!("{} holds no stopped run", args.out.display()),
-                "Leave out --resume to start one",
-            ));
-        }
-        let sink = DirSink::open(&args.out)?;
-        return Ok((Rc::new(sink), Some(Rc::new(DirSource::open(&args.out)?))));
-    }
+fn open_out(args: &Args) -> Result<Rc<dyn Sink>> {
     if args.overwrite && args.out.exists() {
         // Only what a run writes goes away; the config first, so that no half-removed directory
         // looks finished.
         let sink = DirSink::open(&args.out)?;
         let mut stale: Vec<String> = sink.files()?;
-        stale.retain(|name| {
-            is_weights_file(name) || [CONFIG, QUANTIZE_CONFIG, QUANT_LOG, JOURNAL].contains(&name.as_str())
-        });
+        stale.retain(|name| is_written_by_a_run(name));
         stale.sort_by_key(|name| name != CONFIG);
         for name in stale {
             let path = args.out.join(&name);
             std::fs::remove_file(&path).map_err(|error| Error::io("remove", path.display(), error))?;
         }
-        return Ok((Rc::new(sink), None));
+        return Ok(Rc::new(sink));
     }
-    Ok((Rc::new(DirSink::create(&args.out)?), None))
+    let sink = if args.resume { DirSink::open(&args.out) } else { DirSink::create(&args.out) };
+    Ok(Rc::new(sink?))
+}
+
+/// Config, logs, and weights under the names that a checkpoint has, finished or not. Other weights
+/// files are somebody else's.
+fn is_written_by_a_run(name: &str) -> bool {
+    let name = name.strip_suffix(PART).unwrap_or(name);
+    let shard = |rest: &str| {
+        rest.strip_suffix(".safetensors").and_then(|rest| rest.split_once("-of-")).is_some_and(|(a, b)| {
+            [a, b].iter().all(|n| n.len() == 5 && n.bytes().all(|c| c.is_ascii_digit()))
+        })
+    };
+    [CONFIG, QUANTIZE_CONFIG, QUANT_LOG, JOURNAL, INDEX, SINGLE].contains(&name)
+        || name.strip_prefix("model-").is_some_and(shard)
+}
+
+/// A disk that filled up is no reason to lose the finished blocks.
+async fn with_what_is_kept(error: Error, sink: &dyn Sink) -> Error {
+    let Error::Io { action, path, reason } = error else { return error };
+    let done = Journal::read(sink).await.ok().flatten().map_or(0, |journal| journal.blocks_done);
+    let reason = match done {
+        0 => reason,
+        done => {
+            format!("{reason}; {done} of the blocks are finished, repeat the command with --resume to go on")
+        }
+    };
+    Error::Io { action, path, reason }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overwriting_takes_only_what_a_run_writes() {
+        for name in [
+            "config.json",
+            "config.json.part",
+            "model.safetensors",
+            "model.safetensors.part",
+            "model.safetensors.index.json",
+            "model-00001-of-00012.safetensors",
+            "model-00001-of-00012.safetensors.part",
+            "quant_log.csv",
+        ] {
+            assert!(is_written_by_a_run(name), "{name}");
+        }
+        for name in ["adapter_model.safetensors", "model-q4.gguf", "model-a-of-b.safetensors", "notes.txt"] {
+            assert!(!is_written_by_a_run(name), "{name}");
+        }
+    }
 }

@@ -2,7 +2,7 @@
 
 /// Prints `rows` under `header`; a cell that starts with a digit, a minus or a dash goes right.
 pub fn print(header: &[&str], rows: &[Vec<String>]) {
-    print!("{}", render(header, rows));
+    say!("{}", render(header, rows).trim_end());
 }
 
 pub fn render(header: &[&str], rows: &[Vec<String>]) -> String {

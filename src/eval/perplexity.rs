@@ -22,7 +22,8 @@ const BATCH_TOKENS: usize = 2048;
 
 /// Scores `segments` row by row. Only one block's weights are in memory at a time.
 ///
-/// `progress` hears the blocks done and their number, and stops the evaluation by returning false.
+/// `progress` hears the blocks done and their number, once for each micro-batch, and stops the
+/// evaluation by returning false.
 ///
 /// # Errors
 /// [`Error::Interrupted`], and those of storage and device.
@@ -41,14 +42,9 @@ pub async fn perplexity(
     let mut stream = batches.embed(&embedding, device, true).await?;
     drop(embedding);
     for layer in 0..config.layers {
-        if !progress(layer, config.layers) {
-            return Err(Error::Interrupted {
-                place: format!("in block {} of {}", layer + 1, config.layers),
-                advice: "an evaluation keeps nothing; start it again".into(),
-            });
-        }
         let block = Block::load(&config, layer, stored, device).await?;
         for batch in 0..batches.len() {
+            go_on(progress(layer, config.layers))?;
             let Some(mut h) = stream.take(batch)? else { continue };
             block.forward(&mut h, batches.get(batch).seq_len, &rope)?;
             stream.put(batch, h).await?;
@@ -58,6 +54,7 @@ pub async fn perplexity(
     let head = Head::load(&config, stored, device).await?;
     let (mut sum, mut tokens) = (0f64, 0);
     for batch in 0..batches.len() {
+        go_on(progress(config.layers, config.layers))?;
         let Some(h) = stream.take(batch)? else { continue };
         let (ids, seq_len) = (&batches.get(batch).ids, batches.get(batch).seq_len);
         // The last row of a sequence predicts a token that is not there; its target is any.
@@ -79,4 +76,14 @@ pub async fn perplexity(
         ));
     }
     Ok(Perplexity { perplexity: mean_nll.exp(), mean_nll, tokens, seconds: begun.elapsed().as_secs_f64() })
+}
+
+fn go_on(wanted: bool) -> Result<()> {
+    match wanted {
+        true => Ok(()),
+        false => Err(Error::Interrupted {
+            place: "during the evaluation".into(),
+            advice: "it keeps nothing; start it again".into(),
+        }),
+    }
 }

@@ -1,6 +1,6 @@
 //! What a stopped run needs to go on.
 //!
-//! After each block the journal is written anew, under another name first and then renamed, so it is
+//! At the start and after each block the journal is written anew, under another name first and then renamed, so it is
 //! always whole. It names everything that the result depends on; a run that differs in any of it is
 //! refused by name. Activations are not kept: they are made again by applying the finished blocks,
 //! read back from the output, to the calibration text, which gives the same bits.
@@ -20,8 +20,12 @@ pub const JOURNAL: &str = "halftone-journal.json";
 pub struct Inputs {
     /// Halftone's version: another one may round differently.
     pub version: String,
+    /// [`Checkpoint::sampled_fingerprint`](crate::checkpoint::Checkpoint::sampled_fingerprint).
     pub source: String,
+    /// How the calibration text was chosen, as [`RunOptions`](super::RunOptions) says.
     pub calibration: String,
+    /// The calibration tokens' hash.
+    pub text: String,
     pub scheme: Scheme,
     pub device: String,
     pub batch_tokens: usize,
@@ -33,6 +37,7 @@ pub struct Journal {
     pub inputs: Inputs,
     pub blocks_done: usize,
     pub tensors_done: usize,
+    /// Of work so far, over all sittings.
     pub seconds: f64,
     /// Some layer's g_idx is not the natural one.
     pub act_ordered: bool,
@@ -75,7 +80,8 @@ impl Journal {
         let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
         let pairs = [
             ("the model", was.source.clone(), now.source.clone()),
-            ("the calibration text or its options", was.calibration.clone(), now.calibration.clone()),
+            ("the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
+            ("the calibration text", was.text.clone(), now.text.clone()),
             ("--preset", format!("{:?}", a.preset), format!("{:?}", b.preset)),
             ("--bits", a.bits.to_string(), b.bits.to_string()),
             ("--group-size", group(a), group(b)),
@@ -113,6 +119,7 @@ mod tests {
             version: "1".into(),
             source: "s".into(),
             calibration: "c".into(),
+            text: "t".into(),
             scheme: Scheme::preset(Preset::Default, 4, Some(64)),
             device: "cpu".into(),
             batch_tokens: 2048,
@@ -146,7 +153,7 @@ mod tests {
         now.scheme.bits = 3;
         let message = was.check(&now).unwrap_err().to_string();
         assert!(message.contains("--bits") && message.contains("was 4, is 3"), "{message}");
-        let now = Inputs { calibration: "d".into(), ..was.inputs.clone() };
-        assert!(was.check(&now).unwrap_err().to_string().contains("calibration"));
+        let now = Inputs { text: "u".into(), ..was.inputs.clone() };
+        assert!(was.check(&now).unwrap_err().to_string().contains("the calibration text changed"));
     }
 }

@@ -1,6 +1,8 @@
 //! Everything that can be known before the work: what will be quantized how, whether it fits, how
 //! large the result is.
 
+use std::collections::HashMap;
+
 use serde::Serialize;
 
 use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
@@ -10,7 +12,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gptq::scheme::Scheme;
 use crate::kernels::symmetric::PANEL;
-use crate::model::arch::{block_prefix, expected_tensors, stages};
+use crate::model::arch::{Stage, block_prefix, expected_tensors, stages};
 use crate::model::{LinearSpec, ModelConfig, Stored, Weights};
 
 /// What the user may say about a run's resources.
@@ -22,6 +24,9 @@ pub struct PlanOptions {
     pub longest: usize,
     /// Bytes that activations and weights may take, on the device or the host.
     pub max_memory: u64,
+    /// Tokens of a micro-batch where they are given: a stopped run keeps its own, because sums over
+    /// other micro-batches round differently.
+    pub batch_tokens: Option<usize>,
 }
 
 /// One linear layer of the plan.
@@ -114,6 +119,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
                 .flat_map(move |stage| stage.linears.into_iter().map(move |spec| (layer, stage.name, spec)))
         })
         .collect();
+    check_extras(stored, &specs)?;
     check_groups(scheme, &specs)?;
 
     let group = group_size(scheme);
@@ -157,7 +163,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     let mut plan = Plan {
         memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 0 },
         flops: flops(&config, options, &specs),
-        batch_tokens: BATCH_TOKENS.max(options.longest),
+        batch_tokens: options.batch_tokens.unwrap_or(BATCH_TOKENS).max(options.longest),
         stream_on_device: true,
         keep_between: true,
         tokens: options.tokens,
@@ -207,6 +213,25 @@ fn check_tensors(stored: &Stored, config: &ModelConfig) -> Result<()> {
     Ok(())
 }
 
+/// A linear layer with more tensors than the architecture has (a bias that config.json does not
+/// mention, another format's scales) would lose them.
+fn check_extras(stored: &Stored, specs: &[(usize, &'static str, LinearSpec)]) -> Result<()> {
+    let specs: HashMap<&str, &LinearSpec> =
+        specs.iter().map(|(_, _, spec)| (spec.module.as_str(), spec)).collect();
+    for name in stored.checkpoint.names() {
+        let Some((module, part)) = name.rsplit_once('.') else { continue };
+        let Some(spec) = specs.get(module) else { continue };
+        if part != "weight" && !(part == "bias" && spec.bias) {
+            return Err(Error::model(
+                stored.checkpoint.source().describe(),
+                format!("tensor {name} is not part of this architecture as config.json describes it"),
+                "Use the config.json that belongs to the weights",
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// Groups must divide every layer's inputs, and codes must fill whole words both ways.
 fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) -> Result<()> {
     // 32 codes of any width fill whole words; 2, 4 and 8 bits need only 32 / bits.
@@ -231,15 +256,19 @@ fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) ->
             .filter(|size| specs.iter().all(|(_, _, spec)| spec.in_features.is_multiple_of(*size)))
             .map(|size: usize| size.to_string())
             .collect();
+        let legal = match legal.is_empty() {
+            true => "Use --group-size -1; no usual size divides all of this model's layers".to_owned(),
+            false => format!(
+                "Use --group-size -1 or one that divides all of this model's layers: {}",
+                legal.join(", ")
+            ),
+        };
         return Err(Error::options(
             format!(
                 "--group-size {group} does not divide the {} inputs of {}",
                 spec.in_features, spec.module
             ),
-            format!(
-                "Use --group-size -1 or one that divides all of this model's layers: {}",
-                legal.join(", ")
-            ),
+            legal,
         ));
     }
     Ok(())
@@ -311,29 +340,37 @@ pub fn block_copies(
     names
 }
 
-/// Multiplications and additions of the run: every linear layer once over all tokens, a Hessian for
-/// each stage, and the sweep.
+/// Multiplications and additions of the run: those of [`stage_flops`] and [`linear_flops`] together.
 fn flops(config: &ModelConfig, options: &PlanOptions, specs: &[(usize, &'static str, LinearSpec)]) -> f64 {
-    if !options.scheme.needs_inputs() {
-        return 0.0;
-    }
-    let tokens = options.tokens as f64;
-    let mut total = 0.0;
-    for layer in 0..config.layers {
-        for stage in stages(config, layer) {
-            let n = stage.linears.first().map_or(0, |spec| spec.in_features) as f64;
-            total += tokens * n * n + n * n * n / 3.0;
-        }
-        let width = (config.heads * config.head_dim) as f64;
-        total += 2.0 * tokens * options.longest as f64 * width;
-    }
-    for (_, _, spec) in specs {
-        let (n, m) = (spec.in_features as f64, spec.out_features as f64);
-        // The product, the sweep, and the loss of plain rounding to compare with.
-        total += 2.0 * tokens * n * m + 2.0 * m * n * n;
-    }
-    total
+    let scheme = &options.scheme;
+    let stages = (0..config.layers).flat_map(|layer| stages(config, layer));
+    let calibrated = stages.filter(|_| scheme.needs_inputs());
+    calibrated.map(|stage| stage_flops(config, &stage, options.tokens, options.longest)).sum::<f64>()
+        + specs.iter().map(|(_, _, spec)| linear_flops(scheme, spec, options.tokens)).sum::<f64>()
 }
+
+/// A stage's part for `tokens` tokens in sequences of `seq_len`: their Hessian, and the attention
+/// behind the inputs of o_proj.
+pub fn stage_flops(config: &ModelConfig, stage: &Stage, tokens: usize, seq_len: usize) -> f64 {
+    let n = stage.linears.first().map_or(0, |spec| spec.in_features) as f64;
+    let width = (config.heads * config.head_dim) as f64;
+    let attention = if stage.name == "o" { 2.0 * seq_len as f64 * width } else { 0.0 };
+    tokens as f64 * (n * n + attention)
+}
+
+/// A linear layer's part: its product with all tokens, the sweep, and the loss of plain rounding to
+/// compare with; or the rounding alone.
+pub fn linear_flops(scheme: &Scheme, spec: &LinearSpec, tokens: usize) -> f64 {
+    let (n, m) = (spec.in_features as f64, spec.out_features as f64);
+    match scheme.needs_inputs() {
+        true => 2.0 * tokens as f64 * n * m + 2.0 * m * n * n,
+        false => ROUNDING_FLOPS * m * n,
+    }
+}
+
+/// What fitting min-max scales, rounding and packing one weight costs, measured against the matrix
+/// product.
+const ROUNDING_FLOPS: f64 = 500.0;
 
 /// Sums up the plan's memory and gives up conveniences until it fits.
 fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result<()> {
@@ -350,9 +387,11 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
         .filter(|module| module.layer == 0)
         .map(|module| bytes(module.input * module.output))
         .sum();
-    let working = |batch: usize| {
-        bytes(batch * (2 * inner + 2 * hidden)).max(5 * PIECE_BYTES as u64).max(bytes(batch * 4 * width))
-    };
+    // A piece of a weight with its copy in the order, codes, result, and plain rounding's own copy.
+    let largest = plan.modules.iter().map(|module| module.input * module.output).max().unwrap_or(0);
+    let pieces = 5 * bytes(largest).min(PIECE_BYTES as u64);
+    let working =
+        |batch: usize| bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
     plan.memory = if calibrated {
         Memory {
             stream: bytes(tokens * hidden),
@@ -362,31 +401,37 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
             working: working(plan.batch_tokens),
         }
     } else {
-        Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 5 * PIECE_BYTES as u64 }
+        Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: pieces }
     };
-    if plan.memory.total() > options.max_memory && calibrated {
+    // A stream on the host takes none of the device's memory.
+    let needed =
+        |plan: &Plan| plan.memory.total() - if plan.stream_on_device { 0 } else { plan.memory.stream };
+    if calibrated && needed(plan) > options.max_memory {
         plan.keep_between = false;
         plan.memory.between_stages = 0;
     }
-    if plan.memory.total() > options.max_memory && calibrated && !device.is_cpu() {
+    if calibrated && needed(plan) > options.max_memory && !device.is_cpu() {
         plan.stream_on_device = false;
     }
-    if plan.memory.total() > options.max_memory && calibrated {
+    if calibrated && needed(plan) > options.max_memory && options.batch_tokens.is_none() {
         plan.batch_tokens = options.longest.max(1);
         plan.memory.working = working(plan.batch_tokens);
     }
-    let needed = plan.memory.total() - if plan.stream_on_device { 0 } else { plan.memory.stream };
-    if needed > options.max_memory {
-        return Err(Error::options(
-            format!(
-                "the run needs about {} of memory, {} is allowed",
-                human_bytes(needed),
-                human_bytes(options.max_memory)
-            ),
-            "Use fewer or shorter samples (--samples, --seq-len), or raise --max-memory",
-        ));
+    if needed(plan) <= options.max_memory {
+        return Ok(());
     }
-    Ok(())
+    let advice = match calibrated {
+        true => "Use fewer or shorter samples (--samples, --seq-len), or raise --max-memory",
+        false => "Raise --max-memory",
+    };
+    Err(Error::options(
+        format!(
+            "the run needs about {} of memory, {} is allowed",
+            human_bytes(needed(plan)),
+            human_bytes(options.max_memory)
+        ),
+        advice,
+    ))
 }
 
 /// For people: `1.5 GB`, powers of 1000 as disks are sold.

@@ -11,12 +11,12 @@ use web_time::Instant;
 
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
-use super::plan::{PIECE_BYTES, Plan, block_copies, group_size, outside_blocks};
+use super::plan::{PIECE_BYTES, Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
 use super::report::{ModuleRow, RunReport, csv};
 use super::stream::{Batches, Stream};
 use super::unfinished::Unfinished;
 use crate::checkpoint::{
-    GptqLinear, QUANTIZE_CONFIG, Writer, ZeroFormat, config::edited_config, floats, is_weights_file,
+    CONFIG, GptqLinear, QUANTIZE_CONFIG, Writer, ZeroFormat, config::edited_config, floats, is_weights_file,
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -26,19 +26,22 @@ use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Embedding, Linear, LinearSpec, Stored, Weights, load_f32};
-use crate::storage::{Sink, Source};
+use crate::storage::Sink;
 use crate::tensor::{Elem, Host, Tensor};
 use crate::text::Segments;
 
 /// The log of a finished run, in the output directory.
 pub const QUANT_LOG: &str = "quant_log.csv";
 
+/// What a run writes itself beside the weights; files of the source with these names are not copied.
+const OWN_FILES: [&str; 4] = [CONFIG, QUANTIZE_CONFIG, QUANT_LOG, JOURNAL];
+
 /// How a run begins.
 pub struct RunOptions {
-    /// What names the calibration text and its options; compared on resuming.
+    /// What the calibration text was asked to be, for a person; compared on resuming.
     pub calibration: String,
-    /// To go on with a stopped run: its output directory, for reading.
-    pub resume_from: Option<Rc<dyn Source>>,
+    /// Go on with the stopped run in the sink, if there is one.
+    pub resume: bool,
 }
 
 /// Quantizes `stored` as `plan` says, with `segments` as calibration text, into `sink`.
@@ -58,24 +61,20 @@ pub async fn run(
     let begun = Instant::now();
     let inputs = Inputs {
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        source: format!("{:016x}", stored.checkpoint.fingerprint()),
-        calibration: if plan.scheme.needs_inputs() {
-            format!("{:016x} {}", segments.fingerprint(), options.calibration)
-        } else {
-            String::new()
+        source: format!("{:016x}", stored.checkpoint.sampled_fingerprint().await?),
+        calibration: options.calibration.clone(),
+        text: match plan.scheme.needs_inputs() {
+            true => format!("{:016x}", segments.fingerprint()),
+            false => String::new(),
         },
         scheme: plan.scheme.clone(),
         device: device.describe(),
         batch_tokens: plan.batch_tokens,
     };
-    let journal = match &options.resume_from {
-        None => None,
-        Some(_) => Journal::read(sink.as_ref()).await?,
-    };
+    let journal = if options.resume { Journal::read(sink.as_ref()).await? } else { None };
     if let Some(journal) = &journal {
         journal.check(&inputs)?;
     }
-    let fresh = journal.is_none();
     let journal = journal.unwrap_or(Journal {
         inputs,
         blocks_done: 0,
@@ -85,11 +84,9 @@ pub async fn run(
         modules: Vec::new(),
         warnings: plan.warnings.clone(),
     });
-    let writer = if fresh {
-        Writer::new(sink.clone(), plan.layout.clone()).await?
-    } else {
-        Writer::resume(sink.clone(), plan.layout.clone(), journal.tensors_done).await?
-    };
+    // With no tensor done this starts anew.
+    let writer = Writer::resume(sink.clone(), plan.layout.clone(), journal.tensors_done).await?;
+    journal.write(sink.as_ref()).await?;
     for warning in &journal.warnings {
         observer.event(Event::Warning(warning.clone()));
     }
@@ -114,7 +111,7 @@ pub async fn run(
         done: 0.0,
         observer,
     };
-    let report = run.go(writer, fresh, options.resume_from.clone(), begun).await?;
+    let report = run.go(writer, begun).await?;
     sink.remove(JOURNAL).await?;
     Ok(report)
 }
@@ -156,15 +153,10 @@ enum Input {
 }
 
 impl Run<'_> {
-    async fn go(
-        &mut self,
-        mut writer: Writer,
-        fresh: bool,
-        resume_from: Option<Rc<dyn Source>>,
-        begun: Instant,
-    ) -> Result<RunReport> {
+    async fn go(&mut self, mut writer: Writer, begun: Instant) -> Result<RunReport> {
         let layers = self.plan.config.layers;
-        if fresh {
+        let earlier = self.journal.seconds;
+        if writer.position() == 0 {
             for name in outside_blocks(self.stored, &self.plan.config) {
                 writer.copy(&self.stored.checkpoint, &name).await?;
             }
@@ -178,8 +170,8 @@ impl Run<'_> {
                     .await?;
             stream = self.batches.embed(&embedding, self.device, self.plan.stream_on_device).await?;
         }
-        if let Some(source) = resume_from.filter(|_| calibrated && !fresh) {
-            self.replay(source, &mut stream).await?;
+        if calibrated && self.journal.blocks_done > 0 && self.journal.blocks_done < layers {
+            self.replay(&mut stream).await?;
         }
         for layer in self.journal.blocks_done..layers {
             self.block(layer, &mut stream, &mut writer).await?;
@@ -188,19 +180,20 @@ impl Run<'_> {
             self.clock.add("write", since);
             self.journal.blocks_done = layer + 1;
             self.journal.tensors_done = writer.position();
-            let before = std::mem::replace(&mut self.journal.seconds, 0.0);
-            self.journal.seconds = before.max(begun.elapsed().as_secs_f64());
+            self.journal.seconds = earlier + begun.elapsed().as_secs_f64();
             self.journal.write(self.sink.as_ref()).await?;
             self.observer.event(Event::BlockDone { block: layer, blocks: layers });
         }
-        self.finish(writer, begun).await
+        let mut report = self.finish(writer).await?;
+        report.seconds = earlier + begun.elapsed().as_secs_f64();
+        Ok(report)
     }
 
     /// Applies the finished blocks, as they were written, to the text: the same weights and the same
     /// operations give the same bits as in the run that was stopped.
-    async fn replay(&mut self, source: Rc<dyn Source>, stream: &mut Stream) -> Result<()> {
+    async fn replay(&mut self, stream: &mut Stream) -> Result<()> {
         let view = Unfinished::new(
-            source,
+            self.sink.reader().await?,
             &self.plan.layout,
             self.stored.checkpoint.config_text(),
             &self.plan.quant,
@@ -216,8 +209,8 @@ impl Run<'_> {
                 stream.put(batch, h).await?;
                 self.device.settle().await?;
             }
-            self.done += self.plan.flops / self.plan.config.layers as f64;
         }
+        self.done = self.plan.flops * self.journal.blocks_done as f64 / self.plan.config.layers as f64;
         Ok(())
     }
 
@@ -287,8 +280,8 @@ impl Run<'_> {
             }
             stream.put(batch, hidden).await?;
             self.device.settle().await?;
-            let tokens = self.batches.get(batch).ids.len() as f64;
-            self.advance(layer, stage.name, tokens * (n * n) as f64);
+            let tokens = self.batches.get(batch).ids.len();
+            self.advance(layer, stage.name, stage_flops(&self.plan.config, stage, tokens, seq_len));
         }
         Ok(h)
     }
@@ -366,9 +359,8 @@ impl Run<'_> {
             block.set_linear(spec.clone(), linear);
             self.observer.event(Event::Module(&row));
             self.journal.modules.push(row);
-            let forward = 2.0 * self.batches.tokens() as f64 * (spec.in_features * spec.out_features) as f64;
-            let sweep = 2.0 * (spec.out_features * n * n) as f64;
-            self.advance(layer, stage.name, forward + sweep);
+            let flops = linear_flops(scheme, spec, self.batches.tokens());
+            self.advance(layer, stage.name, flops);
         }
         Ok(())
     }
@@ -384,8 +376,9 @@ impl Run<'_> {
         let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
         let groups = self.plan.scheme.groups(n);
         let bias = if spec.bias {
-            let values = load_f32(self.stored, &format!("{}.bias", spec.module), &[rows]).await?;
-            Some(values.into_iter().map(floats::round_to_f16).collect::<Vec<f32>>())
+            let name = format!("{}.bias", spec.module);
+            let values = load_f32(self.stored, &name, &[rows]).await?;
+            Some(f16_bias(values, &name)?)
         } else {
             None
         };
@@ -406,7 +399,7 @@ impl Run<'_> {
             let end = rows.min(start + step);
             let bytes = self.stored.read_rows(&name, start..end).await?;
             let weight = Tensor::from_bytes(&Device::Cpu, elem, &[end - start, n], &bytes)?;
-            check_finite(&weight, &name)?;
+            check_finite(&weight, &name, start)?;
             let weight = match self.device {
                 Device::Cpu => weight,
                 Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &[end - start, n], &bytes)?,
@@ -438,20 +431,16 @@ impl Run<'_> {
         Ok((Linear::new(chunks, bias)?, result, loss))
     }
 
-    async fn finish(&mut self, writer: Writer, begun: Instant) -> Result<RunReport> {
+    async fn finish(&mut self, writer: Writer) -> Result<RunReport> {
         let mut quant = self.plan.quant.clone();
         quant.scheme.desc_act = self.journal.act_ordered;
         let checkpoint = &self.stored.checkpoint;
         let source = checkpoint.source();
         for file in source.files() {
-            if is_weights_file(&file.name)
-                || file.name == crate::checkpoint::CONFIG
-                || file.name == QUANTIZE_CONFIG
-            {
+            if is_weights_file(&file.name) || OWN_FILES.contains(&file.name.as_str()) {
                 continue;
             }
-            let bytes = source.read(&file.name, 0..file.size).await?;
-            writer.write_file(&file.name, &bytes).await?;
+            writer.copy_file(source.as_ref(), &file.name, file.size).await?;
         }
         let quantize_config = serde_json::to_vec_pretty(&quant.to_json())
             .map_err(|error| Error::Internal(error.to_string()))?;
@@ -463,7 +452,7 @@ impl Run<'_> {
         Ok(RunReport {
             modules: std::mem::take(&mut self.journal.modules),
             tokens: self.batches.tokens(),
-            seconds: begun.elapsed().as_secs_f64(),
+            seconds: 0.0,
             seconds_by_step: std::mem::take(&mut self.clock.seconds),
             output_bytes: self.plan.layout.tensor_bytes(),
             bits_per_weight: self.plan.bits_per_weight(),
@@ -487,10 +476,12 @@ impl Run<'_> {
         if !self.observer.stop_requested() {
             return Ok(());
         }
-        let advice = match self.journal.blocks_done {
-            0 => "no block was finished yet; --overwrite starts anew".to_owned(),
-            done => format!("{done} finished blocks are kept; repeat the command with --resume to go on"),
+        let kept = match self.journal.blocks_done {
+            0 => "no block was finished yet".to_owned(),
+            1 => "1 finished block is kept".to_owned(),
+            done => format!("{done} finished blocks are kept"),
         };
+        let advice = format!("{kept}; repeat the command with --resume to go on");
         Err(Error::Interrupted {
             place: format!("in block {} of {}", layer + 1, self.plan.config.layers),
             advice,
@@ -499,7 +490,7 @@ impl Run<'_> {
 }
 
 /// A weight that is not a number would spoil a whole layer unnoticed.
-fn check_finite(weight: &Tensor, name: &str) -> Result<()> {
+fn check_finite(weight: &Tensor, name: &str, first_row: usize) -> Result<()> {
     let n = weight.cols();
     let at = match weight.host_data()? {
         Host::F32(v) => v.iter().position(|x| !x.is_finite()),
@@ -511,8 +502,26 @@ fn check_finite(weight: &Tensor, name: &str) -> Result<()> {
         None => Ok(()),
         Some(at) => Err(Error::numeric(
             name,
-            format!("column {} of a row is not a finite number", at % n),
-            "The file is damaged; fetch the model again",
+            format!("the weight at row {}, column {} is not a finite number", first_row + at / n, at % n),
+            DAMAGED,
         )),
     }
 }
+
+/// A bias as the file format keeps it, and so as the run must use it.
+fn f16_bias(values: Vec<f32>, name: &str) -> Result<Vec<f32>> {
+    let rounded: Vec<f32> = values.iter().copied().map(floats::round_to_f16).collect();
+    match rounded.iter().position(|x| !x.is_finite()) {
+        None => Ok(rounded),
+        Some(at) if values[at].is_finite() => Err(Error::numeric(
+            name,
+            format!("{} at row {at} is beyond what the format's 16 bits hold", values[at]),
+            "This model cannot be stored as GPTQ",
+        )),
+        Some(at) => {
+            Err(Error::numeric(name, format!("the bias at row {at} is not a finite number"), DAMAGED))
+        }
+    }
+}
+
+const DAMAGED: &str = "The file is damaged; fetch the model again";

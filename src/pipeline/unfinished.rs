@@ -1,11 +1,15 @@
-//! The output of a stopped run seen as a checkpoint: its shards lie under temporary names, are
-//! shorter than their headers say, and the config is not there yet.
+//! The output of a stopped run seen as a checkpoint.
+//!
+//! Its shards lie under temporary names, are shorter than their headers say or not there at all, and
+//! neither index nor config is written yet. What is missing is known from the layout, so it is served
+//! from there; only tensors come from the files.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
 
 use crate::checkpoint::config::edited_config;
-use crate::checkpoint::{CONFIG, Layout, PART, QuantConfig};
+use crate::checkpoint::{CONFIG, INDEX, Layout, PART, QuantConfig};
 use crate::error::{Error, Result};
 use crate::storage::{FileEntry, LocalFuture, Source};
 
@@ -13,20 +17,27 @@ use crate::storage::{FileEntry, LocalFuture, Source};
 pub struct Unfinished {
     behind: Rc<dyn Source>,
     files: Vec<FileEntry>,
-    config: Vec<u8>,
+    /// The beginning of each file (all of it for config and index) that need not be in `behind`.
+    known: BTreeMap<String, Vec<u8>>,
 }
 
 impl Unfinished {
+    /// `config` is the text of the source's `config.json`.
     pub fn new(behind: Rc<dyn Source>, layout: &Layout, config: &str, quant: &QuantConfig) -> Result<Self> {
-        let config = edited_config(config, quant)?.into_bytes();
-        let mut files: Vec<FileEntry> = layout
-            .shards()
+        let mut known = BTreeMap::from([(CONFIG.to_owned(), edited_config(config, quant)?.into_bytes())]);
+        if let Some(index) = layout.index_json() {
+            known.insert(INDEX.to_owned(), index.into_bytes());
+        }
+        let mut files: Vec<FileEntry> = known
             .iter()
-            .map(|shard| FileEntry { name: shard.name.clone(), size: shard.size })
+            .map(|(name, bytes)| FileEntry { name: name.clone(), size: bytes.len() as u64 })
             .collect();
-        files.push(FileEntry { name: CONFIG.to_owned(), size: config.len() as u64 });
+        for shard in layout.shards() {
+            known.insert(shard.name.clone(), shard.header().to_vec());
+            files.push(FileEntry { name: shard.name.clone(), size: shard.size });
+        }
         files.sort_by(|a, b| a.name.cmp(&b.name));
-        Ok(Self { behind, files, config })
+        Ok(Self { behind, files, known })
     }
 }
 
@@ -37,10 +48,11 @@ impl Source for Unfinished {
 
     fn read<'a>(&'a self, file: &'a str, range: Range<u64>) -> LocalFuture<'a, Result<Vec<u8>>> {
         Box::pin(async move {
-            if file == CONFIG {
-                let (from, to) = (range.start as usize, range.end as usize);
-                let bytes = self.config.get(from..to);
-                return bytes.map(<[u8]>::to_vec).ok_or_else(|| Error::io("read", file, "past its end"));
+            let known = self.known.get(file).ok_or_else(|| {
+                Error::io("read", format!("{}/{file}", self.describe()), "there is no such file")
+            })?;
+            if range.end <= known.len() as u64 {
+                return Ok(known[range.start as usize..range.end as usize].to_vec());
             }
             let part = format!("{file}{PART}");
             let name = if self.behind.size(&part).is_some() { part.as_str() } else { file };

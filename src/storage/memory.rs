@@ -178,6 +178,10 @@ impl Sink for MemorySink {
         })
     }
 
+    fn reader<'a>(&'a self) -> LocalFuture<'a, Result<Rc<dyn Source>>> {
+        Box::pin(async move { Ok(Rc::new(self.to_source()) as Rc<dyn Source>) })
+    }
+
     fn describe(&self) -> String {
         "memory".to_string()
     }

@@ -7,6 +7,7 @@
 use std::future::Future;
 use std::ops::Range;
 use std::pin::Pin;
+use std::rc::Rc;
 
 use crate::error::{Error, Result};
 
@@ -57,6 +58,10 @@ pub trait Sink {
 
     /// Removes a file; one that is not there is already removed, which is no error.
     fn remove<'a>(&'a self, name: &'a str) -> LocalFuture<'a, Result<()>>;
+
+    /// The directory as it is now, for reading: what was flushed or closed is there, files still
+    /// being written included.
+    fn reader<'a>(&'a self) -> LocalFuture<'a, Result<Rc<dyn Source>>>;
 
     /// What a person would call this place, for messages.
     fn describe(&self) -> String;

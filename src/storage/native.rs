@@ -267,6 +267,10 @@ impl Sink for DirSink {
         })
     }
 
+    fn reader<'a>(&'a self) -> LocalFuture<'a, Result<Rc<dyn Source>>> {
+        Box::pin(async move { Ok(Rc::new(DirSource::open(&self.root)?) as Rc<dyn Source>) })
+    }
+
     fn describe(&self) -> String {
         self.root.display().to_string()
     }
