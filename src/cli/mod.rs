@@ -71,6 +71,7 @@ fn say(line: std::fmt::Arguments) {
 
 /// Parses the command line and runs it.
 pub fn main() -> ExitCode {
+    quiet_vulkan_layer();
     let cli = Cli::parse();
     let outcome = pollster::block_on(async {
         match cli.command {
@@ -89,5 +90,15 @@ pub fn main() -> ExitCode {
             eprintln!("halftone: {error}");
             ExitCode::from(error.exit_code())
         }
+    }
+}
+
+/// Mesa's device-select layer writes an error to standard error on every machine without a desktop.
+/// It only orders devices for desktops, so it is left out unless the user has set it.
+fn quiet_vulkan_layer() {
+    const SWITCH: &str = "NODEVICE_SELECT";
+    if std::env::var_os(SWITCH).is_none() {
+        // SAFETY: the process has one thread so far, so nobody reads the environment meanwhile.
+        unsafe { std::env::set_var(SWITCH, "1") };
     }
 }

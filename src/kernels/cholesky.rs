@@ -82,63 +82,135 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes.iter().sum::<f32>() + tail
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
-    use crate::device::Gpu;
+    use crate::device::{Access, Gpu, Kernel};
     use crate::error::Error;
+    use crate::kernels::registry::Registered;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        w: u32,
+    }
+
+    const CHOLESKY: Kernel = Kernel {
+        name: "cholesky",
+        source: include_str!("../../shaders/cholesky.wgsl"),
+        bindings: &[Access::Read, Access::ReadWrite, Access::ReadWrite, Access::ReadWrite],
+    };
+
+    pub const KERNELS: &[Registered] = &[(&CHOLESKY, size_of::<Params>())];
 
     pub fn factor_diagonal(
-        _gpu: &Gpu,
-        _block: &Tensor,
-        _factor: &mut Tensor,
-        _inverse: &mut Tensor,
-        _status: &mut Tensor,
+        gpu: &Gpu,
+        block: &Tensor,
+        factor: &mut Tensor,
+        inverse: &mut Tensor,
+        status: &mut Tensor,
     ) -> Result<()> {
-        Err(Error::Internal("factor_diagonal has no GPU kernel yet".into()))
+        let w = block.cols();
+        if w > BLOCK || block.rows() < w {
+            return Err(Error::Internal(format!("cholesky: no square of at most {BLOCK} columns")));
+        }
+        gpu.dispatch(
+            &CHOLESKY,
+            &[],
+            &[block.gpu()?, factor.gpu()?, inverse.gpu()?, status.gpu()?],
+            bytemuck::bytes_of(&Params { w: w as u32 }),
+            [1, 1, 1],
+            // One workgroup keeps a small part of a device busy, for longer than the
+            // w³ operations would suggest.
+            64.0 * (w * w * w) as f64,
+        )
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::noise;
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
+
+    /// X·Xᵀ + ½·1 for a random X, and two rows below that do not matter.
+    fn positive_definite(w: usize) -> Vec<f32> {
+        let x = noise(w * (w + 8), 3);
+        let row = |r: usize| &x[r * (w + 8)..(r + 1) * (w + 8)];
+        let mut a: Vec<f32> = (0..w * w)
+            .map(|at| row(at / w).iter().zip(row(at % w)).map(|(a, b)| a * b).sum::<f32>())
+            .collect();
+        (0..w).for_each(|i| a[i * w + i] += 0.5);
+        a.extend(noise(2 * w, 4));
+        a
+    }
+
+    fn run(device: &Device, w: usize, block: Vec<f32>) -> (Vec<f32>, Vec<f32>, u32) {
+        let block = Tensor::from_f32(device, &[block.len() / w, w], block).unwrap();
+        let mut status = Tensor::zeros(device, Elem::U32, &[1]).unwrap();
+        let (l, inverse) = factor_diagonal(&block, &mut status).unwrap();
+        assert_eq!((l.shape(), inverse.shape()), (&[w, w][..], &[w, w][..]));
+        pollster::block_on(async {
+            let status = status.to_u32().await.unwrap()[0];
+            (l.to_f32().await.unwrap(), inverse.to_f32().await.unwrap(), status)
+        })
+    }
 
     #[test]
     fn factor_times_its_transpose_is_the_block_and_the_inverse_inverts() {
-        for w in [1, 7, 64, 128] {
-            let x = noise(w * (w + 8), 3);
-            let mut a = vec![0f32; w * w];
-            for i in 0..w {
-                for j in 0..w {
-                    let row = |r: usize| &x[r * (w + 8)..(r + 1) * (w + 8)];
-                    a[i * w + j] = row(i).iter().zip(row(j)).map(|(a, b)| a * b).sum();
-                }
-                a[i * w + i] += 0.5;
-            }
-            let block = Tensor::from_f32(&Device::Cpu, &[w, w], a.clone()).unwrap();
-            let mut status = Tensor::zeros(&Device::Cpu, Elem::U32, &[1]).unwrap();
-            let (l, inverse) = factor_diagonal(&block, &mut status).unwrap();
-            assert_eq!(status.u32s().unwrap()[0], 0);
-            let (l, inverse) = (l.f32s().unwrap(), inverse.f32s().unwrap());
-            for i in 0..w {
-                for j in 0..w {
-                    let product: f32 = (0..w).map(|k| l[i * w + k] * l[j * w + k]).sum();
-                    assert!((product - a[i * w + j]).abs() < 1e-4 * w as f32);
-                    let unit: f32 = (0..w).map(|k| l[i * w + k] * inverse[k * w + j]).sum();
-                    assert!((unit - f32::from(u8::from(i == j))).abs() < 1e-3);
+        let gpu = test_gpu();
+        for w in [1, 7, 64, 96, 128] {
+            let a = positive_definite(w);
+            for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                let (l, inverse, status) = run(device, w, a.clone());
+                assert_eq!(status, 0);
+                for i in 0..w {
+                    for j in 0..w {
+                        let product: f32 = (0..w).map(|k| l[i * w + k] * l[j * w + k]).sum();
+                        assert!((product - a[i * w + j]).abs() < 1e-4 * w as f32);
+                        let unit: f32 = (0..w).map(|k| l[i * w + k] * inverse[k * w + j]).sum();
+                        assert!((unit - f32::from(u8::from(i == j))).abs() < 1e-3);
+                        assert!(i >= j || (l[i * w + j] == 0.0 && inverse[i * w + j] == 0.0));
+                    }
                 }
             }
         }
     }
 
     #[test]
+    fn the_kernel_agrees_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        for w in [1, 7, 64, 96, 128] {
+            let a = positive_definite(w);
+            let (got, want) = (run(&device, w, a.clone()), run(&Device::Cpu, w, a));
+            assert!(relative_error(&got.0, &want.0) < 1e-5, "{w}");
+            assert!(relative_error(&got.1, &want.1) < 1e-5, "{w}");
+        }
+    }
+
+    #[test]
     fn a_bad_pivot_sets_the_status_word() {
-        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
-            let block = Tensor::from_f32(&Device::Cpu, &[2, 2], vec![1.0, 0.0, 0.0, bad]).unwrap();
-            let mut status = Tensor::zeros(&Device::Cpu, Elem::U32, &[1]).unwrap();
-            let (l, _) = factor_diagonal(&block, &mut status).unwrap();
-            assert_eq!(status.u32s().unwrap()[0], 1);
-            assert!(l.f32s().unwrap().iter().all(|x| x.is_finite()));
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+                for (w, place) in [(2, 1), (100, 0), (100, 50), (100, 99)] {
+                    let mut block = vec![0.0; w * w];
+                    (0..w).for_each(|i| block[i * w + i] = 1.0);
+                    block[place * w + place] = bad;
+                    let (l, inverse, status) = run(device, w, block);
+                    assert_eq!(status, 1, "{}: {bad} at {place} of {w}", device.describe());
+                    assert!(l.iter().chain(&inverse).all(|x| x.is_finite()));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn the_status_word_of_an_earlier_block_stays() {
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let block = Tensor::from_f32(device, &[1, 1], vec![4.0]).unwrap();
+            let mut status = Tensor::from_u32(device, &[1], vec![1]).unwrap();
+            factor_diagonal(&block, &mut status).unwrap();
+            assert_eq!(pollster::block_on(status.to_u32()).unwrap(), [1]);
         }
     }
 }

@@ -26,30 +26,139 @@ fn cpu(w: &Tensor, columns: &[u32], out: &mut Tensor) -> Result<()> {
     if columns.iter().any(|&c| c != ZERO_COLUMN && c as usize >= n) {
         return Err(Error::Internal("columns: a column number is out of range".into()));
     }
-    let pick = |row: usize, out: &mut [f32], at: &dyn Fn(usize) -> f32| {
-        for (out, &column) in out.iter_mut().zip(columns) {
-            *out = if column == ZERO_COLUMN { 0.0 } else { at(row * n + column as usize) };
-        }
-    };
-    let data = w.host_data()?;
-    match data {
-        Host::F32(v) => for_chunks(out.f32s_mut()?, columns.len(), |row, out| pick(row, out, &|i| v[i])),
-        Host::F16(v) => {
-            for_chunks(out.f32s_mut()?, columns.len(), |row, out| pick(row, out, &|i| v[i].to_f32()))
-        }
-        Host::BF16(v) => {
-            for_chunks(out.f32s_mut()?, columns.len(), |row, out| pick(row, out, &|i| v[i].to_f32()))
-        }
+    let out = out.f32s_mut()?;
+    match w.host_data()? {
+        Host::F32(v) => pick(out, columns, n, |at| v[at]),
+        Host::F16(v) => pick(out, columns, n, |at| v[at].to_f32()),
+        Host::BF16(v) => pick(out, columns, n, |at| v[at].to_f32()),
         Host::U32(_) | Host::U8(_) => return Err(Error::Internal("columns: not a weight".into())),
     }
     Ok(())
 }
 
+fn pick(out: &mut [f32], columns: &[u32], n: usize, at: impl Fn(usize) -> f32 + Sync) {
+    for_chunks(out, columns.len(), |row, out| {
+        for (out, &column) in out.iter_mut().zip(columns) {
+            *out = if column == ZERO_COLUMN { 0.0 } else { at(row * n + column as usize) };
+        }
+    });
+}
+
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
-    use crate::device::Gpu;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{ELEMENT, GROUP, ranges};
+    use crate::kernels::registry::Registered;
 
-    pub fn gather(_gpu: &Gpu, _w: &Tensor, _columns: &Tensor, _out: &mut Tensor) -> Result<()> {
-        Err(Error::Internal("columns has no GPU kernel yet".into()))
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        n: u32,
+        m: u32,
+        first: u32,
+        end: u32,
+    }
+
+    const COLUMNS: Kernel = Kernel {
+        name: "columns",
+        source: include_str!("../../shaders/columns.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::ReadWrite],
+    };
+
+    pub const KERNELS: &[Registered] = &[(&COLUMNS, size_of::<Params>())];
+
+    pub fn gather(gpu: &Gpu, w: &Tensor, columns: &Tensor, out: &mut Tensor) -> Result<()> {
+        if !matches!(w.elem(), Elem::F32 | Elem::F16 | Elem::BF16) {
+            return Err(Error::Internal("columns: not a weight".into()));
+        }
+        for part in ranges(gpu, out.len(), ELEMENT) {
+            let params = Params {
+                n: w.cols() as u32,
+                m: columns.len() as u32,
+                first: part.start as u32,
+                end: part.end as u32,
+            };
+            gpu.dispatch(
+                &COLUMNS,
+                &[("ELEM", w.elem().shader_constant())],
+                &[w.gpu()?, columns.gpu()?, out.gpu()?],
+                bytemuck::bytes_of(&params),
+                gpu.unfold(part.len().div_ceil(GROUP)),
+                ELEMENT * part.len() as f64,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::kernels::testing::{noise, test_gpu};
+
+    #[test]
+    fn columns_of_every_type_are_gathered_alike_on_both_devices() {
+        let gpu = test_gpu();
+        let (rows, n) = (7, 13);
+        let values = noise(rows * n, 1);
+        let columns = [12, 0, ZERO_COLUMN, 5, 5, 11, 1, ZERO_COLUMN, 3];
+        for elem in [Elem::F32, Elem::F16, Elem::BF16] {
+            let (bytes, wide): (Vec<u8>, Vec<f32>) = match elem {
+                Elem::F16 => {
+                    let packed: Vec<_> = values.iter().map(|&x| f16::from_f32(x)).collect();
+                    (bytemuck::cast_slice(&packed).to_vec(), packed.iter().map(|x| x.to_f32()).collect())
+                }
+                Elem::BF16 => {
+                    let packed: Vec<_> = values.iter().map(|&x| bf16::from_f32(x)).collect();
+                    (bytemuck::cast_slice(&packed).to_vec(), packed.iter().map(|x| x.to_f32()).collect())
+                }
+                _ => (bytemuck::cast_slice(&values).to_vec(), values.clone()),
+            };
+            let want: Vec<f32> = (0..rows)
+                .flat_map(|row| {
+                    columns.map(|c| if c == ZERO_COLUMN { 0.0 } else { wide[row * n + c as usize] })
+                })
+                .collect();
+            for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                // The second time in many dispatches.
+                for budget in [1e9, 10.0 * 64.0] {
+                    if let Device::Gpu(gpu) = device {
+                        gpu.set_submit_budget(budget);
+                    }
+                    let w = Tensor::from_bytes(device, elem, &[rows, n], &bytes).unwrap();
+                    let columns = Tensor::from_u32(device, &[columns.len()], columns.to_vec()).unwrap();
+                    let got = gather(&w, &columns).unwrap();
+                    assert_eq!(got.shape(), [rows, columns.len()]);
+                    assert_eq!(pollster::block_on(got.to_f32()).unwrap(), want);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn more_workgroups_than_one_dimension_holds() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        gpu.set_submit_budget(1e12);
+        let rows = 1_050_000;
+        assert!(4 * rows > 65_535 * 64);
+        let w = Tensor::from_f32(&device, &[rows, 1], (0..rows).map(|row| row as f32).collect()).unwrap();
+        let columns = Tensor::from_u32(&device, &[4], vec![0, ZERO_COLUMN, 0, 0]).unwrap();
+        let got = pollster::block_on(gather(&w, &columns).unwrap().to_f32()).unwrap();
+        let right = |(row, got): (usize, &[f32])| got == [row as f32, 0.0, row as f32, row as f32];
+        assert!(got.chunks(4).enumerate().all(right));
+    }
+
+    #[test]
+    fn what_holds_no_floats_is_refused() {
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let codes = Tensor::zeros(device, Elem::U8, &[2, 4]).unwrap();
+            let columns = Tensor::from_u32(device, &[1], vec![0]).unwrap();
+            assert!(gather(&codes, &columns).is_err());
+        }
     }
 }

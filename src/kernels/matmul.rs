@@ -7,9 +7,11 @@
 //!
 //! Each element of C is summed in the same order whatever the number of threads.
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::parallel::{for_chunks, threads};
+use super::simd::multiversion;
 
 /// Elements of a matrix by strides: element (i, j) is `values[i·row + j·col]`.
 #[derive(Clone, Copy)]
@@ -69,8 +71,9 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
     let kernel = Kernel::best();
     let c = &mut c[..(m - 1) * ldc + n];
     if k == 0 {
+        let nothing = vec![0.0; n];
         for row in c.chunks_mut(ldc) {
-            finish_row(&mut row[..n], None, product, 0, true);
+            finish_row(&mut row[..n], &nothing, &product, 0, true);
         }
         return;
     }
@@ -131,11 +134,27 @@ impl Part<'_> {
                     continue;
                 }
                 self.kernel.run(self.kc, a, b, &mut tile);
-                for (row, sums) in tile.chunks_exact(nr).take(height).enumerate() {
-                    let at = (i + row) * ldc + j;
-                    finish_row(&mut c[at..at + width], Some(sums), self.product, j, first);
-                }
+                let out = &mut c[i * ldc + j..];
+                finish_tile(out, ldc, &tile, (nr, height, width), &self.product, j, first);
             }
+        }
+    }
+}
+
+multiversion! {
+    /// Writes α·tile to height × width elements of C, of which `c` holds the first; see [`finish_row`].
+    fn finish_tile(
+        c: &mut [f32],
+        ldc: usize,
+        tile: &[f32],
+        shape: (usize, usize, usize),
+        product: &Product,
+        j: usize,
+        first: bool,
+    ) {
+        let (nr, height, width) = shape;
+        for (row, sums) in tile.chunks_exact(nr).take(height).enumerate() {
+            finish_row(&mut c[row * ldc..row * ldc + width], sums, product, j, first);
         }
     }
 }
@@ -143,19 +162,19 @@ impl Part<'_> {
 /// Writes α·sums to a piece of a row of C that starts at column `j`: over β·C + bias for the first
 /// range of the depth, onto what is there afterwards.
 #[inline(always)]
-fn finish_row(c: &mut [f32], sums: Option<&[f32]>, product: Product, j: usize, first: bool) {
-    if first {
-        if product.beta == 0.0 {
-            c.fill(0.0);
-        } else if product.beta != 1.0 {
-            c.iter_mut().for_each(|c| *c *= product.beta);
+fn finish_row(c: &mut [f32], sums: &[f32], product: &Product, j: usize, first: bool) {
+    let alpha = product.alpha;
+    let pairs = c.iter_mut().zip(sums);
+    match (first, product.beta, product.bias) {
+        (false, ..) | (true, 1.0, None) => pairs.for_each(|(c, sum)| *c += alpha * sum),
+        (true, 0.0, None) => pairs.for_each(|(c, sum)| *c = alpha * sum),
+        (true, beta, bias) => {
+            for (index, (c, sum)) in pairs.enumerate() {
+                // With β = 0 the old value may be anything, NaN included.
+                let old = if beta == 0.0 { 0.0 } else { beta * *c };
+                *c = old + bias.map_or(0.0, |bias| bias[j + index]) + alpha * sum;
+            }
         }
-        if let Some(bias) = product.bias {
-            c.iter_mut().zip(&bias[j..]).for_each(|(c, bias)| *c += bias);
-        }
-    }
-    if let Some(sums) = sums {
-        c.iter_mut().zip(sums).for_each(|(c, sum)| *c += product.alpha * sum);
     }
 }
 
@@ -196,26 +215,36 @@ fn pack_a(
     }
 }
 
-/// out[p][l] = element (lanes.start + l, depth.start + p) of `source`.
-fn pack_strip(
-    out: &mut [f32],
-    width: usize,
-    source: Strided,
-    lanes: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
-) {
-    if lanes.len() < width {
-        out.fill(0.0);
-    }
-    match source.values {
-        Values::F32(values) => copy_strip(out, width, source, lanes, depth, |i| values[i]),
-        Values::BF16(values) => copy_strip(out, width, source, lanes, depth, |i| {
-            f32::from_bits(u32::from(values[i].to_bits()) << 16)
-        }),
-        Values::F16(values) => copy_strip(out, width, source, lanes, depth, |i| values[i].to_f32()),
+multiversion! {
+    /// out[p][l] = element (lanes.start + l, depth.start + p) of `source`.
+    fn pack_strip(
+        out: &mut [f32],
+        width: usize,
+        source: Strided,
+        lanes: std::ops::Range<usize>,
+        depth: std::ops::Range<usize>,
+    ) {
+        if lanes.len() < width {
+            out.fill(0.0);
+        }
+        match source.values {
+            Values::F32(values) => copy_strip(out, width, source, lanes, depth, |from, out| {
+                out.copy_from_slice(&values[from..from + out.len()]);
+            }),
+            Values::BF16(values) => copy_strip(out, width, source, lanes, depth, |from, out| {
+                let part = &values[from..from + out.len()];
+                for (out, x) in out.iter_mut().zip(part) {
+                    *out = f32::from_bits(u32::from(x.to_bits()) << 16);
+                }
+            }),
+            Values::F16(values) => copy_strip(out, width, source, lanes, depth, |from, out| {
+                values[from..from + out.len()].convert_to_f32_slice(out);
+            }),
+        }
     }
 }
 
+/// `run(from, out)` copies neighbouring elements, widened.
 #[inline(always)]
 fn copy_strip(
     out: &mut [f32],
@@ -223,28 +252,46 @@ fn copy_strip(
     source: Strided,
     lanes: std::ops::Range<usize>,
     depth: std::ops::Range<usize>,
-    at: impl Fn(usize) -> f32,
+    run: impl Fn(usize, &mut [f32]),
 ) {
-    let count = lanes.len();
+    let (first, count) = (lanes.start, lanes.len());
     if source.row == 1 {
         // Lanes lie side by side.
         for (p, out) in depth.zip(out.chunks_exact_mut(width)) {
-            let from = p * source.col + lanes.start;
-            for (l, out) in out[..count].iter_mut().enumerate() {
-                *out = at(from + l);
-            }
+            run(p * source.col + first, &mut out[..count]);
         }
         return;
     }
-    // Depth lies side by side (or nothing does): read along it, eight steps at a time, so that the
-    // lines of `out` being written stay in the cache.
-    const STEP: usize = 8;
-    for p0 in (0..depth.len()).step_by(STEP) {
-        let steps = STEP.min(depth.len() - p0);
-        for l in 0..count {
-            let from = (lanes.start + l) * source.row + (depth.start + p0) * source.col;
-            for p in 0..steps {
-                out[(p0 + p) * width + l] = at(from + p * source.col);
+    // Depth lies side by side (or nothing does): squares of eight by eight are read along it and
+    // turned around in registers.
+    const SIDE: usize = 8;
+    let mut square = [[0f32; SIDE]; SIDE];
+    for p0 in (0..depth.len()).step_by(SIDE) {
+        let steps = SIDE.min(depth.len() - p0);
+        for l0 in (0..count).step_by(SIDE) {
+            let lanes = SIDE.min(count - l0);
+            for (l, line) in square.iter_mut().enumerate().take(lanes) {
+                let from = (first + l0 + l) * source.row + (depth.start + p0) * source.col;
+                if source.col == 1 && steps == SIDE {
+                    run(from, line);
+                } else {
+                    for (p, out) in line.chunks_exact_mut(1).enumerate().take(steps) {
+                        run(from + p * source.col, out);
+                    }
+                }
+            }
+            let rows = out[p0 * width..].chunks_exact_mut(width).take(steps);
+            if lanes == SIDE {
+                for (p, row) in rows.enumerate() {
+                    let turned: [f32; SIDE] = std::array::from_fn(|l| square[l][p]);
+                    row[l0..l0 + SIDE].copy_from_slice(&turned);
+                }
+            } else {
+                for (p, row) in rows.enumerate() {
+                    for l in 0..lanes {
+                        row[l0 + l] = square[l][p];
+                    }
+                }
             }
         }
     }

@@ -1,5 +1,6 @@
 //! Σx² of each row, for losses.
 
+use super::cut::lanes;
 use super::parallel::for_chunks;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -22,15 +23,82 @@ pub fn add_squares(x: &Tensor, sums: &mut Tensor) -> Result<()> {
             });
             Ok(())
         }
-        Device::Gpu(gpu) => gpu::add_squares(&gpu, x, sums),
+        Device::Gpu(gpu) => gpu::add_squares(&gpu, lanes(&gpu, x.cols()), x, sums),
     }
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
-    use crate::device::Gpu;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{ELEMENT, GROUP, ranges};
+    use crate::kernels::registry::Registered;
 
-    pub fn add_squares(_gpu: &Gpu, _x: &Tensor, _sums: &mut Tensor) -> Result<()> {
-        Err(Error::Internal("norm has no GPU kernel yet".into()))
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        n: u32,
+        first: u32,
+        end: u32,
+    }
+
+    const NORM: Kernel = Kernel {
+        name: "norm",
+        source: include_str!("../../shaders/norm.wgsl"),
+        bindings: &[Access::Read, Access::ReadWrite],
+    };
+
+    pub const KERNELS: &[Registered] = &[(&NORM, size_of::<Params>())];
+
+    pub fn add_squares(gpu: &Gpu, lanes: usize, x: &Tensor, sums: &mut Tensor) -> Result<()> {
+        let cost = ELEMENT * x.cols() as f64;
+        for rows in ranges(gpu, x.rows(), cost) {
+            let params = Params { n: x.cols() as u32, first: rows.start as u32, end: rows.end as u32 };
+            gpu.dispatch(
+                &NORM,
+                &[("LANES", lanes as f64)],
+                &[x.gpu()?, sums.gpu()?],
+                bytemuck::bytes_of(&params),
+                gpu.unfold((rows.len() * lanes).div_ceil(GROUP)),
+                cost * rows.len() as f64,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
+
+    #[test]
+    fn both_devices_add_the_sum_of_squares() {
+        let gpu = test_gpu();
+        for (rows, n) in [(70, 33), (3, 5000), (5, 1)] {
+            let (x, before) = (noise(rows * n, 1), noise(rows, 2));
+            let squares = |row: usize| x[row * n..][..n].iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+            let want: Vec<f32> =
+                (0..rows).map(|row| (f64::from(before[row]) + squares(row)) as f32).collect();
+            for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                let run = |add: &dyn Fn(&Tensor, &mut Tensor) -> Result<()>| {
+                    let x = Tensor::from_f32(device, &[rows, n], x.clone()).unwrap();
+                    let mut sums = Tensor::from_f32(device, &[rows], before.clone()).unwrap();
+                    add(&x, &mut sums).unwrap();
+                    let got = pollster::block_on(sums.to_f32()).unwrap();
+                    assert!(relative_error(&got, &want) < 1e-6, "{}: {rows}, {n}", device.describe());
+                };
+                run(&|x, sums| add_squares(x, sums));
+                let Device::Gpu(gpu) = device else { continue };
+                // A software adapter takes one thread per row; hardware shares rows.
+                for lanes in [4, 64] {
+                    run(&|x, sums| super::gpu::add_squares(gpu, lanes, x, sums));
+                }
+                gpu.set_submit_budget(2.0 * 64.0 * n as f64);
+                run(&|x, sums| add_squares(x, sums));
+                gpu.set_submit_budget(1e9);
+            }
+        }
     }
 }

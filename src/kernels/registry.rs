@@ -4,7 +4,8 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, attention, cross_entropy, embedding, gemm, rmsnorm, rope, swiglu};
+use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm};
+use super::{rmsnorm, rope, scales, sweep, swiglu, symmetric};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -15,12 +16,19 @@ pub fn registry() -> Vec<Registered> {
     [
         add::KERNELS,
         attention::KERNELS,
+        cholesky::KERNELS,
+        columns::KERNELS,
         cross_entropy::KERNELS,
+        dequant::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,
+        norm::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
+        scales::KERNELS,
+        sweep::KERNELS,
         swiglu::KERNELS,
+        symmetric::KERNELS,
     ]
     .concat()
 }

@@ -151,15 +151,13 @@ pub fn fit_group(kind: GridKind, w: &[f32], importance: &[f32]) -> (f32, f32) {
             let mut best = (f32::INFINITY, min_max(kind, low, high, 1.0));
             for step in 0..=80 {
                 let size = 1.05 - step as f32 / 100.0;
-                let candidate = min_max(kind, low, high, size);
-                for candidate in [candidate, (-candidate.0, candidate.1)] {
-                    let loss = weighted_loss(w, importance, candidate.0, candidate.1, kind.maxq());
-                    if loss < best.0 {
-                        best = (loss, candidate);
-                    }
-                    if !kind.sym {
-                        break;
-                    }
+                let (scale, zero) = min_max(kind, low, high, size);
+                let (plus, minus) = weighted_losses(w, importance, scale, zero, kind.maxq());
+                if plus < best.0 {
+                    best = (plus, (scale, zero));
+                }
+                if kind.sym && minus < best.0 {
+                    best = (minus, (-scale, zero));
                 }
             }
             best.1
@@ -198,29 +196,37 @@ fn round_scale(kind: GridKind, scale: f32) -> f32 {
 const LANES: usize = 16;
 
 multiversion! {
-    fn weighted_loss(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> f32 {
+    /// Σ importance·(w − ŵ)² with `scale` and with −`scale`: the same rounded quotients, cut off at
+    /// mirrored ends.
+    fn weighted_losses(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> (f32, f32) {
         let inverse = 1.0 / scale;
         let (low, high) = (-zero, maxq - zero);
-        let term = |w: f32, importance: f32| {
-            let code = (w * inverse).round_ties_even().max(low).min(high);
-            let miss = w - scale * code;
-            importance * (miss * miss)
+        let terms = |w: f32, importance: f32| {
+            let code = (w * inverse).round_ties_even();
+            let plus = w - scale * code.max(low).min(high);
+            let minus = w - scale * code.max(-high).min(-low);
+            (importance * (plus * plus), importance * (minus * minus))
         };
-        let mut lanes = [0f32; LANES];
+        let (mut plus, mut minus) = ([0f32; LANES], [0f32; LANES]);
         let whole = w.len() / LANES * LANES;
         for (w, importance) in w[..whole].chunks_exact(LANES).zip(importance[..whole].chunks_exact(LANES)) {
             for l in 0..LANES {
-                lanes[l] += term(w[l], importance[l]);
+                let (p, m) = terms(w[l], importance[l]);
+                plus[l] += p;
+                minus[l] += m;
             }
         }
-        let mut sum = 0.0;
-        for lane in lanes {
-            sum += lane;
+        let (mut sum_plus, mut sum_minus) = (0.0, 0.0);
+        for l in 0..LANES {
+            sum_plus += plus[l];
+            sum_minus += minus[l];
         }
         for (&w, &importance) in w[whole..].iter().zip(&importance[whole..]) {
-            sum += term(w, importance);
+            let (p, m) = terms(w, importance);
+            sum_plus += p;
+            sum_minus += m;
         }
-        sum
+        (sum_plus, sum_minus)
     }
 }
 
@@ -234,26 +240,90 @@ fn power_loss(w: &[f32], scale: f32, zero: f32, maxq: f32) -> f32 {
         .sum()
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
-    use crate::device::Gpu;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{ELEMENT, GROUP, ranges};
+    use crate::kernels::registry::Registered;
 
-    pub fn fit(_gpu: &Gpu, _kind: GridKind, _columns: Columns, _grid: &mut Grid) -> Result<()> {
-        Err(Error::Internal("scales has no GPU kernel yet".into()))
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        ld: u32,
+        c0: u32,
+        cols: u32,
+        group: u32,
+        row_groups: u32,
+        groups: u32,
+        group0: u32,
+        maxq: f32,
+        middle: f32,
+        first: u32,
+        end: u32,
+    }
+
+    const SCALES: Kernel = Kernel {
+        name: "scales",
+        source: include_str!("../../shaders/scales.wgsl"),
+        bindings: &[Access::Read, Access::Read, Access::ReadWrite, Access::ReadWrite],
+    };
+
+    pub const KERNELS: &[Registered] = &[(&SCALES, size_of::<Params>())];
+
+    pub fn fit(gpu: &Gpu, kind: GridKind, columns: Columns, grid: &mut Grid) -> Result<()> {
+        let Columns { w, importance, c0, cols, group, first } = columns;
+        let row_groups = cols.div_ceil(group);
+        // The override FIT, and the work for one weight.
+        let (fit, cost) = match (kind.fit, kind.sym) {
+            (Fit::MinMax, _) => (0, ELEMENT),
+            (Fit::Mse, _) => (1, ELEMENT + 80.0 * 50.0),
+            (Fit::Weighted, sym) => (2, ELEMENT + if sym { 162.0 } else { 81.0 } * 8.0),
+        };
+        let cost = cost * group.min(cols) as f64;
+        for part in ranges(gpu, w.rows() * row_groups, cost) {
+            let params = Params {
+                ld: w.cols() as u32,
+                c0: c0 as u32,
+                cols: cols as u32,
+                group: group as u32,
+                row_groups: row_groups as u32,
+                groups: grid.groups() as u32,
+                group0: first as u32,
+                maxq: kind.maxq(),
+                middle: kind.middle(),
+                first: part.start as u32,
+                end: part.end as u32,
+            };
+            gpu.dispatch(
+                &SCALES,
+                &[
+                    ("FIT", f64::from(fit)),
+                    ("SYM", kind.sym.into()),
+                    ("F16", (kind.scale_type == ScaleType::F16).into()),
+                ],
+                &[w.gpu()?, importance.gpu()?, grid.scales.gpu()?, grid.zeros.gpu()?],
+                bytemuck::bytes_of(&params),
+                gpu.unfold(part.len().div_ceil(GROUP)),
+                cost * part.len() as f64,
+            )?;
+        }
+        Ok(())
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::kernels::testing::noise;
+    use crate::kernels::testing::{noise, test_gpu};
 
     fn kind(bits: u32, sym: bool, fit: Fit) -> GridKind {
         GridKind { bits, sym, fit, scale_type: ScaleType::F16 }
     }
 
     fn loss(kind: GridKind, w: &[f32], (scale, zero): (f32, f32)) -> f32 {
-        weighted_loss(w, &vec![1.0; w.len()], scale, zero, kind.maxq())
+        weighted_losses(w, &vec![1.0; w.len()], scale, zero, kind.maxq()).0
     }
 
     #[test]
@@ -313,5 +383,102 @@ mod tests {
         let w = noise(64, 9);
         let (scale, _) = fit_group(kind(4, true, Fit::Weighted), &w, &[1.0; 64]);
         assert_eq!(f16::from_f32(scale).to_f32(), scale);
+    }
+
+    /// Columns 3..3 + cols of a weight whose groups have every kind of range, in a wider grid.
+    struct Fitted {
+        w: Vec<f32>,
+        importance: Vec<f32>,
+        scales: Vec<f32>,
+        zeros: Vec<f32>,
+    }
+
+    const ROWS: usize = 19;
+    const COLS: usize = 90;
+    const GROUP: usize = 32;
+    const GROUPS: usize = 5;
+
+    fn fitted(device: &Device, kind: GridKind) -> Fitted {
+        let (ld, c0) = (COLS + 7, 3);
+        let mut w: Vec<f32> = noise(ROWS * ld, 1).iter().map(|x| 0.1 * x * x * x).collect();
+        let importance: Vec<f32> = noise(ld, 2).iter().map(|x| 0.1 + x * x).collect();
+        for (index, w) in w.iter_mut().enumerate() {
+            *w = match index / ld {
+                0 => 0.0,
+                1 => w.abs(),
+                2 => -w.abs(),
+                3 => 1e-5 * *w,
+                4 => 0.01 + 0.001 * *w,
+                _ => *w,
+            };
+        }
+        let w_tensor = Tensor::from_f32(device, &[ROWS, ld], w.clone()).unwrap();
+        let importance_tensor = Tensor::from_f32(device, &[ld], importance.clone()).unwrap();
+        let mut grid = Grid::new(device, ROWS, GROUPS).unwrap();
+        let columns =
+            Columns { w: &w_tensor, importance: &importance_tensor, c0, cols: COLS, group: GROUP, first: 1 };
+        fit(kind, columns, &mut grid).unwrap();
+        let read = |t: &Tensor| pollster::block_on(t.to_f32()).unwrap();
+        Fitted { w, importance, scales: read(&grid.scales), zeros: read(&grid.zeros) }
+    }
+
+    /// Scales may differ where two candidates are equally good but for rounding.
+    #[test]
+    fn the_kernel_agrees_with_the_cpu_twin() {
+        let Some(device) = test_gpu() else { return };
+        let mut different = 0;
+        for bits in [2, 3, 4, 8] {
+            for sym in [true, false] {
+                for fit in [Fit::MinMax, Fit::Mse, Fit::Weighted] {
+                    for scale_type in [ScaleType::F16, ScaleType::F32] {
+                        let kind = GridKind { scale_type, ..kind(bits, sym, fit) };
+                        let (got, want) = (fitted(&device, kind), fitted(&Device::Cpu, kind));
+                        for at in 0..ROWS * GROUPS {
+                            let (g, w) = ((got.scales[at], got.zeros[at]), (want.scales[at], want.zeros[at]));
+                            let equal = g.1 == w.1
+                                && match scale_type {
+                                    ScaleType::F16 => g.0 == w.0,
+                                    ScaleType::F32 => (g.0 - w.0).abs() <= 1e-6 * w.0.abs(),
+                                };
+                            if equal {
+                                continue;
+                            }
+                            different += 1;
+                            let start = at / GROUPS * (COLS + 7) + 3 + (at % GROUPS - 1) * GROUP;
+                            let len = GROUP.min(COLS - (at % GROUPS - 1) * GROUP);
+                            let values = &want.w[start..start + len];
+                            let importance = &want.importance[3 + (at % GROUPS - 1) * GROUP..][..len];
+                            let power = if fit == Fit::Mse { 2.4 } else { 2.0 };
+                            let losses = [g, w].map(|(scale, zero)| {
+                                let terms = values.iter().zip(importance).map(|(&w, &weight)| {
+                                    let code =
+                                        (w / scale).round_ties_even().max(-zero).min(kind.maxq() - zero);
+                                    let miss = f64::from(w - scale * code).abs().powf(power);
+                                    if fit == Fit::Mse { miss } else { f64::from(weight) * miss }
+                                });
+                                terms.sum::<f64>()
+                            });
+                            assert!(
+                                fit != Fit::MinMax && (losses[0] / losses[1] - 1.0).abs() < 1e-4,
+                                "{kind:?} row {}: {g:?}, not {w:?}; losses {losses:?}",
+                                at / GROUPS
+                            );
+                        }
+                    }
+                }
+            }
+        }
+        assert!(different * 100 <= 48 * ROWS * 3, "{different} grids differ");
+    }
+
+    #[test]
+    fn groups_in_many_dispatches_come_out_the_same() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        let kind = kind(4, true, Fit::Weighted);
+        let whole = fitted(&device, kind);
+        gpu.set_submit_budget(32.0 * 1500.0 * 5.0);
+        let parts = fitted(&device, kind);
+        assert!(whole.scales == parts.scales && whole.zeros == parts.zeros);
     }
 }

@@ -99,23 +99,161 @@ pub fn reordered(
     Ok(out)
 }
 
+pub use gpu::KERNELS;
+
 mod gpu {
     use super::*;
-    use crate::device::Gpu;
-    use crate::error::Error;
+    use crate::device::{Access, Gpu, Kernel};
+    use crate::kernels::cut::{ELEMENT, GROUP, ranges};
+    use crate::kernels::registry::Registered;
 
-    pub fn diagonal(_gpu: &Gpu, _panel: &Tensor) -> Result<Tensor> {
-        Err(Error::Internal("diagonal has no GPU kernel yet".into()))
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct DiagonalParams {
+        w: u32,
+    }
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct ReorderedParams {
+        n: u32,
+        c0: u32,
+        width: u32,
+        panel: u32,
+        first: u32,
+        end: u32,
+    }
+
+    const DIAGONAL: Kernel = Kernel {
+        name: "symmetric_diagonal",
+        source: include_str!("../../shaders/symmetric_diagonal.wgsl"),
+        bindings: &[Access::Read, Access::ReadWrite],
+    };
+
+    /// Panels that one dispatch reads; with three more buffers it binds seven of the eight that
+    /// every device allows.
+    const PANELS: usize = 4;
+
+    const REORDERED: Kernel = Kernel {
+        name: "symmetric_reordered",
+        source: include_str!("../../shaders/symmetric_reordered.wgsl"),
+        bindings: &[
+            Access::Read,
+            Access::Read,
+            Access::Read,
+            Access::Read,
+            Access::Read,
+            Access::Read,
+            Access::ReadWrite,
+        ],
+    };
+
+    pub const KERNELS: &[Registered] =
+        &[(&DIAGONAL, size_of::<DiagonalParams>()), (&REORDERED, size_of::<ReorderedParams>())];
+
+    pub fn diagonal(gpu: &Gpu, panel: &Tensor) -> Result<Tensor> {
+        let w = panel.cols();
+        let out = Tensor::uninit(panel.device(), Elem::F32, &[w])?;
+        gpu.dispatch(
+            &DIAGONAL,
+            &[],
+            &[panel.gpu()?, out.gpu()?],
+            bytemuck::bytes_of(&DiagonalParams { w: w as u32 }),
+            [w.div_ceil(GROUP) as u32, 1, 1],
+            ELEMENT * w as f64,
+        )?;
+        Ok(out)
     }
 
     pub fn reordered(
-        _gpu: &Gpu,
-        _h: &SymmetricPanels,
-        _order: &Tensor,
-        _diagonal: &Tensor,
-        _c0: usize,
-        _out: &mut Tensor,
+        gpu: &Gpu,
+        h: &SymmetricPanels,
+        order: &Tensor,
+        diagonal: &Tensor,
+        c0: usize,
+        out: &mut Tensor,
     ) -> Result<()> {
-        Err(Error::Internal("reordered has no GPU kernel yet".into()))
+        let (order, diagonal) = (order.gpu()?, diagonal.gpu()?);
+        for (index, panels) in h.panels.chunks(PANELS).enumerate() {
+            // Where there are no four, the last stands in for those that are missing.
+            let panel = |which: usize| panels[which.min(panels.len() - 1)].gpu();
+            for part in ranges(gpu, out.len(), ELEMENT) {
+                let params = ReorderedParams {
+                    n: h.n as u32,
+                    c0: c0 as u32,
+                    width: out.cols() as u32,
+                    panel: (index * PANELS) as u32,
+                    first: part.start as u32,
+                    end: part.end as u32,
+                };
+                gpu.dispatch(
+                    &REORDERED,
+                    &[("PANEL", PANEL as f64)],
+                    &[panel(0)?, panel(1)?, panel(2)?, panel(3)?, order, diagonal, out.gpu()?],
+                    bytemuck::bytes_of(&params),
+                    gpu.unfold(part.len().div_ceil(GROUP)),
+                    ELEMENT * part.len() as f64,
+                )?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{noise, test_gpu};
+
+    /// Element (i, j) of a symmetric matrix.
+    fn element(values: &[f32], n: usize, i: usize, j: usize) -> f32 {
+        values[i.max(j) * n + i.min(j)]
+    }
+
+    fn panels(device: &Device, values: &[f32], n: usize) -> SymmetricPanels {
+        let panels = (0..n.div_ceil(PANEL))
+            .map(|p| {
+                let (start, end) = (p * PANEL, n.min((p + 1) * PANEL));
+                // What lies above the diagonal must not matter.
+                let content = (start..n)
+                    .flat_map(|i| (start..end).map(move |j| (i, j)))
+                    .map(|(i, j)| if i < j { f32::NAN } else { values[i * n + j] })
+                    .collect();
+                Tensor::from_f32(device, &[n - start, end - start], content).unwrap()
+            })
+            .collect();
+        SymmetricPanels { n, panels }
+    }
+
+    #[test]
+    fn both_devices_reorder_and_read_the_diagonal_exactly() {
+        let gpu = test_gpu();
+        // One panel; two, the second short; more than one dispatch reads.
+        for n in [40, 700, 2300] {
+            let values = noise(n * n, 1);
+            let order: Vec<u32> = (0..n).map(|i| (i * 37 % n) as u32).rev().collect();
+            let damped = noise(n, 2);
+            for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                let h = panels(device, &values, n);
+                let diagonal = pollster::block_on(h.diagonal()).unwrap();
+                assert!((0..n).all(|i| diagonal[i] == values[i * n + i]));
+                if let Device::Gpu(gpu) = device {
+                    gpu.set_submit_budget(30_000.0 * 64.0);
+                }
+                let order_tensor = Tensor::from_u32(device, &[n], order.clone()).unwrap();
+                let damped_tensor = Tensor::from_f32(device, &[n], damped.clone()).unwrap();
+                for (c0, c1) in [(0, 40), (n - 12, n), (n / 2 - 7, n / 2 + 13)] {
+                    let out = reordered(&h, &order_tensor, &damped_tensor, c0, c1).unwrap();
+                    assert_eq!(out.shape(), [n - c0, c1 - c0]);
+                    let out = pollster::block_on(out.to_f32()).unwrap();
+                    for (at, &got) in out.iter().enumerate() {
+                        let (i, j) = (c0 + at / (c1 - c0), c0 + at % (c1 - c0));
+                        let moved = element(&values, n, order[i] as usize, order[j] as usize);
+                        let want = if i == j { damped[i] } else { moved };
+                        assert_eq!(got, want, "{}: {n}, {i}, {j}", device.describe());
+                    }
+                }
+            }
+        }
     }
 }
