@@ -869,3 +869,57 @@ fn progress_rises_to_the_end() {
     assert!((recorder.done.last().unwrap() - 1.0).abs() < 1e-6, "{:?}", recorder.done.last());
     assert!(block_on(sink.size("halftone-journal.json")).unwrap().is_none());
 }
+
+// The same on a GPU.
+
+/// The product on the GPU sums in another order, so codes near a tie may differ, and what follows
+/// them with them.
+fn a_gpu_gives_what_the_cpu_gives(device: &Device) {
+    for (name, scheme) in [
+        ("llama", default4()),
+        ("qwen2", Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) }),
+        ("qwen3", Scheme { sym: false, ..Scheme::preset(Preset::Default, 3, Some(64)) }),
+    ] {
+        let (cpu_files, cpu) = Job::new(name, scheme.clone()).run();
+        let (gpu_files, gpu) = Job::new(name, scheme).on(device).run();
+        let (cpu_stored, gpu_stored) = (open(&cpu_files), open(&gpu_files));
+        let (mut codes, mut different) = (0, 0);
+        for (a, b) in cpu.modules.iter().zip(&gpu.modules) {
+            assert_eq!(a.module, b.module);
+            for (a, b) in [(a.gptq_loss, b.gptq_loss), (a.rtn_loss, b.rtn_loss)] {
+                assert!((a.unwrap() / b.unwrap() - 1.0).abs() < 0.05, "{name}: loss {a:?}, {b:?}");
+            }
+            let (a, b) = (layer(&cpu_stored, &a.module), layer(&gpu_stored, &a.module));
+            codes += a.codes.len();
+            different += a.codes.iter().zip(&b.codes).filter(|(a, b)| a != b).count();
+        }
+        let ratio = sum(&cpu, |row| row.gptq_loss) / sum(&gpu, |row| row.gptq_loss);
+        println!("{name}: {different} of {codes} codes differ, loss {ratio:.5} of the GPU's");
+        assert!(different * 200 <= codes, "{name}: {different} of {codes} codes differ");
+        assert!((ratio - 1.0).abs() < 0.01, "{name}: {ratio}");
+    }
+}
+
+#[test]
+fn a_gpu_quantizes_every_family_as_the_cpu_does() {
+    let Some(device) = gpu() else { return };
+    quantizes_every_family(&device);
+    a_gpu_gives_what_the_cpu_gives(&device);
+}
+
+#[test]
+fn on_a_gpu_losses_are_true_and_bytes_repeat_stopped_or_not() {
+    let Some(device) = gpu() else { return };
+    losses_are_those_of_the_decoded_weights("qwen2", default4(), &device);
+    the_same_bytes_twice(&device);
+    stop_everywhere(Job::new("llama", default4()).on(&device), 6);
+    // Activations that do not fit move between device and host.
+    let mut job = Job::new("llama", default4()).on(&device);
+    let want = without_seconds(job.run().0);
+    let stored = job.stored().unwrap();
+    let roomy = job.plan(&stored).unwrap();
+    job.max_memory = roomy.memory.total() - roomy.memory.between_stages - 1;
+    let moving = job.plan(&stored).unwrap();
+    assert!(!moving.stream_on_device && moving.batch_tokens == roomy.batch_tokens);
+    assert_same(&without_seconds(job.run().0), &want, "activations on the host");
+}
