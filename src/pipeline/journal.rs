@@ -89,7 +89,8 @@ impl Journal {
             ("--desc-act", a.desc_act.to_string(), b.desc_act.to_string()),
             ("--static-groups", a.static_groups.to_string(), b.static_groups.to_string()),
             ("--mse", a.mse.to_string(), b.mse.to_string()),
-            ("--damp-percent", a.damp_percent.to_string(), b.damp_percent.to_string()),
+            // In f32, since reading JSON may cost a double its last bit.
+            ("--damp-percent", (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
             ("the device", was.device.clone(), now.device.clone()),
             (
                 "the micro-batch size (--max-memory)",

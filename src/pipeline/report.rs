@@ -19,10 +19,17 @@ pub struct ModuleRow {
     pub tokens: usize,
     /// λ / mean(diag H) as used; `None` when rounded to nearest.
     pub damp: Option<f64>,
-    /// tr(E·H·Eᵀ), H = (2/tokens)·XᵀX, of rounding to nearest on min-max grids and of GPTQ.
+    /// tr(E·H·Eᵀ), H = (2/tokens)·XᵀX, of rounding to nearest on min-max grids and of GPTQ, both
+    /// [`logged`].
     pub rtn_loss: Option<f64>,
     pub gptq_loss: Option<f64>,
     pub seconds: f64,
+}
+
+/// A figure with the seven digits that the log keeps. A resumed run reads its first rows back from
+/// JSON, whose reader is exact for so few digits only.
+pub fn logged(value: f64) -> f64 {
+    format!("{value:.6e}").parse().unwrap_or(value)
 }
 
 impl ModuleRow {
@@ -78,5 +85,22 @@ impl RunReport {
         let sum = |value: fn(&ModuleRow) -> Option<f64>| self.modules.iter().filter_map(value).sum::<f64>();
         let rtn = sum(|row| row.rtn_loss);
         (rtn > 0.0).then(|| sum(|row| row.gptq_loss) / rtn)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn logged_figures_come_back_from_json_as_they_were() {
+        let mut value = 1.234_567_890_123e-9;
+        for _ in 0..500 {
+            value *= 1.173;
+            let logged = logged(value);
+            assert!((logged / value - 1.0).abs() < 1e-6);
+            let text = serde_json::to_string(&logged).unwrap();
+            assert_eq!(serde_json::from_str::<f64>(&text).unwrap(), logged, "{text}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use web_time::Instant;
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
 use super::plan::{PIECE_BYTES, Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
-use super::report::{ModuleRow, RunReport, csv};
+use super::report::{ModuleRow, RunReport, csv, logged};
 use super::stream::{Batches, Stream};
 use super::unfinished::Unfinished;
 use crate::checkpoint::{
@@ -345,8 +345,8 @@ impl Run<'_> {
                 group: group_size(scheme),
                 tokens: self.batches.tokens(),
                 damp: prepared.damp_used(),
-                rtn_loss: loss.map(|loss| loss.rtn),
-                gptq_loss: loss.map(|loss| loss.gptq),
+                rtn_loss: loss.map(|loss| logged(loss.rtn)),
+                gptq_loss: loss.map(|loss| logged(loss.gptq)),
                 seconds: since.elapsed().as_secs_f64(),
             };
             self.clock.add("quantize", since);

@@ -1,0 +1,441 @@
+//! The program itself: commands, exit codes, what is printed, and signals.
+
+#![cfg(not(target_arch = "wasm32"))]
+
+mod common;
+
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+
+use common::*;
+use serde_json::Value;
+
+fn program() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_halftone"));
+    command.stdin(Stdio::null());
+    command
+}
+
+fn halftone<I: AsRef<std::ffi::OsStr>>(args: impl IntoIterator<Item = I>) -> Output {
+    program().args(args).output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+#[track_caller]
+fn succeeds(output: Output) -> String {
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    stdout(&output)
+}
+
+#[track_caller]
+fn json(output: Output) -> Value {
+    let text = succeeds(output);
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+/// One line on standard error, nothing on standard output.
+#[track_caller]
+fn fails(output: Output, code: i32, words: &[&str]) {
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(code), "{message}");
+    assert!(message.starts_with("halftone: ") && message.lines().count() == 1, "{message}");
+    assert_eq!(stdout(&output), "");
+    for word in words {
+        assert!(message.contains(word), "{message} should say {word}");
+    }
+}
+
+/// A golden model and calibration rows in a directory of their own.
+struct Place {
+    directory: tempfile::TempDir,
+}
+
+impl Place {
+    fn new(name: &str) -> Self {
+        let place = Self { directory: tempfile::tempdir().unwrap() };
+        std::fs::create_dir(place.path("model")).unwrap();
+        place.write_model(model(name));
+        place.write("rows.jsonl", &jsonl(&rows(16, 40, 1)));
+        place.write("golden.jsonl", &jsonl(&expected(name).0));
+        place
+    }
+
+    fn write_model(&self, files: Files) {
+        for (file, bytes) in files {
+            std::fs::write(self.path("model").join(file), bytes).unwrap();
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.path().join(name)
+    }
+
+    fn write(&self, name: &str, text: &str) {
+        std::fs::write(self.path(name), text).unwrap();
+    }
+
+    /// `command` on the model with the rows, groups of 32, on the CPU, then `more`; of two equal
+    /// options the last counts nowhere, so `more` must not repeat these.
+    fn on_model(&self, command: &str, more: &[&str]) -> Command {
+        let mut program = program();
+        program.current_dir(self.directory.path()).args([command, "model", "--device", "cpu"]).args(more);
+        program
+    }
+
+    fn quantize(&self, more: &[&str]) -> Output {
+        let common = ["--calibration", "rows.jsonl", "--group-size", "32", "--out"];
+        let mut args = common.to_vec();
+        if !more.first().is_some_and(|first| !first.starts_with("--")) {
+            args.push("out");
+        }
+        args.extend(more);
+        self.on_model("quantize", &args).output().unwrap()
+    }
+
+    fn eval(&self, model: &str, text: &str) -> Output {
+        let mut program = program();
+        let args = ["eval", model, "--text", text, "--device", "cpu", "--json"];
+        program.current_dir(self.directory.path()).args(args).output().unwrap()
+    }
+}
+
+fn files(directory: &Path) -> Files {
+    let entries = std::fs::read_dir(directory).unwrap().map(|entry| entry.unwrap().path());
+    let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+    entries.map(|path| (name(&path), std::fs::read(&path).unwrap())).collect()
+}
+
+#[test]
+fn a_model_is_quantized_inspected_and_evaluated() {
+    let place = Place::new("qwen2");
+    let said = succeeds(place.quantize(&[]));
+    let lines: Vec<&str> = said.lines().collect();
+    assert!(lines[0].starts_with("model: qwen2, 3 layers") && lines[0].ends_with("on cpu"), "{said}");
+    assert!(said.contains("16 samples, 640 tokens (mean length 40.0, "), "{said}");
+    let rows = lines.iter().filter(|line| line.contains("model.layers.")).count();
+    assert_eq!(rows, 21, "{said}");
+    assert!(said.contains("rtn loss") && said.contains("21 layers in"), "{said}");
+    assert!(said.contains("% of what rounding to nearest would lose"), "{said}");
+    let mut names: Vec<String> = files(&place.path("out")).into_keys().collect();
+    names.sort();
+    assert_eq!(names, ["config.json", "model.safetensors", "quant_log.csv", "quantize_config.json"]);
+
+    for (model, quantized) in [("model", false), ("out", true)] {
+        let shown = succeeds(
+            program().current_dir(place.directory.path()).args(["inspect", model]).output().unwrap(),
+        );
+        assert!(shown.contains("qwen2") && shown.contains("model.layers.2.mlp.down_proj"), "{shown}");
+        assert_eq!(shown.contains("4 bits, group 32, sym"), quantized, "{shown}");
+        let object = json(
+            program()
+                .current_dir(place.directory.path())
+                .args(["inspect", model, "--json"])
+                .output()
+                .unwrap(),
+        );
+        assert_eq!(object["modules"].as_array().unwrap().len(), 21);
+        assert_eq!((&object["layers"], &object["vocab_size"]), (&3.into(), &320.into()));
+        assert_eq!(object["quantization_config"].is_null(), !quantized);
+        if quantized {
+            assert_eq!(object["quantization_config"]["bits"], 4);
+        }
+    }
+
+    let (ids, logits) = expected("qwen2");
+    let want = perplexity_of(&ids, &logits);
+    let dense = json(place.eval("model", "golden.jsonl"));
+    let got = dense["perplexity"].as_f64().unwrap();
+    assert!((got / want - 1.0).abs() < 1e-4, "{got} is not {want}");
+    assert_eq!((&dense["tokens"], &dense["device"]), (&78.into(), &"cpu".into()));
+    let quantized = json(place.eval("out", "golden.jsonl"))["perplexity"].as_f64().unwrap();
+    assert!(quantized != got && (quantized / want - 1.0).abs() < 0.1, "{quantized}, not near {want}");
+
+    let mut one = program();
+    one.current_dir(place.directory.path());
+    one.args(["eval", "model", "--text", "golden.jsonl", "--device", "cpu", "--samples", "1"]);
+    let said = succeeds(one.output().unwrap());
+    assert!(
+        said.starts_with("perplexity ") && said.contains("39 predicted tokens (1 samples) on cpu"),
+        "{said}"
+    );
+}
+
+#[test]
+fn quantize_prints_one_json_object() {
+    let place = Place::new("llama");
+    let object =
+        json(place.quantize(&["--json", "--bits", "3", "--asym", "--preset", "reference", "--desc-act"]));
+    assert_eq!(object["modules"].as_array().unwrap().len(), 21);
+    assert_eq!((&object["tokens"], &object["modules"][0]["bits"]), (&640.into(), &3.into()));
+    assert!(object["modules"][20]["gptq_loss"].as_f64().unwrap() > 0.0);
+    let config: Value = serde_json::from_slice(&files(&place.path("out"))["config.json"]).unwrap();
+    let quant = &config["quantization_config"];
+    assert_eq!((&quant["desc_act"], &quant["sym"], &quant["bits"]), (&true.into(), &false.into(), &3.into()));
+}
+
+#[test]
+fn plan_tells_all_without_writing() {
+    let place = Place::new("mistral_sliding");
+    let before = files(&place.path("model"));
+    let said = succeeds(place.on_model("plan", &["--group-size", "32"]).output().unwrap());
+    assert_eq!(said.lines().filter(|line| line.contains("model.layers.")).count(), 21, "{said}");
+    assert!(said.contains("time: about ") && said.contains("memory on cpu: about "), "{said}");
+
+    // Without text a plan assumes 128 × 512 tokens, with text it counts.
+    let args = ["--group-size", "32", "--json"];
+    let assumed = json(place.on_model("plan", &args).output().unwrap());
+    assert_eq!(assumed["tokens"], 128 * 512);
+    let args = ["--group-size", "32", "--json", "--calibration", "rows.jsonl", "--out", "nowhere"];
+    let counted = json(place.on_model("plan", &args).output().unwrap());
+    assert_eq!((&counted["tokens"], &counted["calibration"]["samples"]), (&640.into(), &16.into()));
+    assert!(counted["estimated_seconds"].as_f64().unwrap() < assumed["estimated_seconds"].as_f64().unwrap());
+    assert!(
+        counted["warnings"][0].as_str().unwrap().contains("5.0 for each of 128"),
+        "{}",
+        counted["warnings"]
+    );
+    let sum: u64 = counted["memory"].as_object().unwrap().values().map(|bytes| bytes.as_u64().unwrap()).sum();
+    assert_eq!(counted["memory_total"], sum);
+    assert!(!place.path("nowhere").exists());
+    assert!(files(&place.path("model")) == before);
+
+    // What plan says about the size is what quantize writes.
+    succeeds(place.quantize(&[]));
+    assert_eq!(counted["output_bytes"], files(&place.path("out"))["model.safetensors"].len());
+}
+
+#[test]
+fn adapters_are_listed_as_json() {
+    let list = json(halftone(["adapters", "--json"]));
+    for adapter in list.as_array().unwrap() {
+        assert!(adapter["name"].is_string() && adapter["software"].is_boolean(), "{adapter}");
+    }
+}
+
+#[test]
+fn wrong_options_exit_with_2() {
+    let place = Place::new("llama");
+    let quantize = |more: &[&str]| place.on_model("quantize", more).output().unwrap();
+    let with_rows =
+        |more: &[&str]| quantize(&[&["--calibration", "rows.jsonl", "--out", "out"], more].concat());
+    fails(with_rows(&["--bits", "5"]), 2, &["--bits 5", "2, 3, 4 or 8"]);
+    fails(with_rows(&[]), 2, &["--group-size 128", "64 inputs", "16, 32, 64"]);
+    fails(with_rows(&["--group-size", "0"]), 2, &["--group-size 0"]);
+    fails(with_rows(&["--group-size", "-7"]), 2, &["--group-size -7"]);
+    fails(with_rows(&["--group-size", "32", "--damp-percent", "0"]), 2, &["--damp-percent 0"]);
+    fails(with_rows(&["--group-size", "32", "--adapter", "x"]), 2, &["--adapter"]);
+    fails(
+        with_rows(&["--group-size", "32", "--max-memory", "1kB"]),
+        2,
+        &["1.0 kB is allowed", "--max-memory"],
+    );
+    fails(with_rows(&["--group-size", "32", "--samples", "0"]), 2, &["0 samples"]);
+    fails(with_rows(&["--group-size", "32", "--preset", "rtn", "--desc-act"]), 2, &["--preset rtn"]);
+    fails(quantize(&["--group-size", "32", "--out", "out"]), 2, &["--calibration", "--preset rtn"]);
+    fails(place.on_model("plan", &["--group-size", "48"]).output().unwrap(), 2, &["--group-size 48"]);
+    let same = place.on_model("quantize", &["--preset", "rtn", "--group-size", "32", "--out", "model"]);
+    let mut same = same;
+    fails(same.output().unwrap(), 2, &["the model's own directory"]);
+    assert!(!place.path("out").exists(), "nothing is made for a refused run");
+    // Clap's own refusals have the same code.
+    for args in
+        [&["quantize", "model"][..], &["quantise"], &["eval", "model", "--text", "a", "--seq-len", "x"]]
+    {
+        assert_eq!(halftone(args).status.code(), Some(2), "{args:?}");
+    }
+}
+
+#[test]
+fn unusable_models_and_texts_exit_with_3() {
+    let place = Place::new("llama");
+    std::fs::create_dir(place.path("empty")).unwrap();
+    let inspect =
+        |dir: &str| program().current_dir(place.directory.path()).args(["inspect", dir]).output().unwrap();
+    fails(inspect("empty"), 3, &["empty", "config.json"]);
+
+    let config = std::fs::read_to_string(place.path("model/config.json")).unwrap();
+    place.write("model/config.json", &config.replace("\"llama\"", "\"gpt2\""));
+    fails(place.quantize(&[]), 3, &["\"gpt2\"", "llama, mistral, qwen2, qwen3"]);
+    place.write("model/config.json", &config[..100]);
+    fails(place.quantize(&[]), 3, &["config.json", "not valid JSON"]);
+    place.write("model/config.json", &config);
+
+    let weights = std::fs::read(place.path("model/model.safetensors")).unwrap();
+    std::fs::write(place.path("model/model.safetensors"), &weights[..weights.len() / 2]).unwrap();
+    fails(place.quantize(&[]), 3, &["model.safetensors"]);
+    std::fs::write(place.path("model/model.safetensors"), &weights).unwrap();
+
+    let text = |name: &str, content: &str| {
+        place.write(name, content);
+        let args = ["--group-size", "32", "--out", "out", "--calibration", name];
+        place.on_model("quantize", &args).output().unwrap()
+    };
+    fails(text("short.jsonl", "{\"input_ids\": [1]}\n"), 3, &["0 usable of 1", "shorter than 2 tokens"]);
+    fails(text("high.jsonl", "{\"input_ids\": [1, 320]}\n"), 3, &["high.jsonl, line 1", "320"]);
+    fails(text("bad.jsonl", "{\"input_ids\": [1, 2]}\n{\"input_ids\""), 3, &["bad.jsonl, line 2"]);
+    fails(text("plain.txt", "some words"), 3, &["tokenizer.json"]);
+    fails(place.eval("model", "plain.txt"), 3, &["tokenizer.json"]);
+
+    succeeds(place.quantize(&[]));
+    let again =
+        ["quantize", "out", "--out", "more", "--preset", "rtn", "--group-size", "32", "--device", "cpu"];
+    let again = program().current_dir(place.directory.path()).args(again).output().unwrap();
+    fails(again, 3, &["quantized already (4 bits)"]);
+    assert!(!place.path("more").exists());
+}
+
+#[test]
+fn a_weight_that_is_not_a_number_exits_with_6_and_is_named() {
+    let place = Place::new("llama");
+    let mut bad = model("llama");
+    change_tensor(&mut bad, "model.layers.2.mlp.down_proj.weight", |bytes| {
+        bytes[..2].copy_from_slice(&[0xc0, 0x7f])
+    });
+    place.write_model(bad);
+    let output = place.quantize(&["--json"]);
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(6));
+    let last = message.lines().last().unwrap();
+    assert!(last.starts_with("halftone: model.layers.2.mlp.down_proj.weight: "), "{message}");
+    assert!(!place.path("out/config.json").exists());
+}
+
+#[test]
+fn reads_and_writes_that_fail_exit_with_4() {
+    let place = Place::new("llama");
+    let in_place = |args: &[&str]| program().current_dir(place.directory.path()).args(args).output().unwrap();
+    fails(in_place(&["inspect", "nowhere"]), 4, &["cannot open nowhere", "no such directory"]);
+    fails(in_place(&["inspect", "model/config.json"]), 4, &["it is a file"]);
+    let absent = ["--group-size", "32", "--out", "out", "--calibration", "absent.txt"];
+    fails(place.on_model("quantize", &absent).output().unwrap(), 4, &["cannot read absent.txt"]);
+    fails(place.eval("model", "absent.jsonl"), 4, &["cannot read absent.jsonl"]);
+    fails(place.quantize(&["rows.jsonl/out"]), 4, &["rows.jsonl/out"]);
+    assert!(!place.path("out").exists());
+}
+
+#[test]
+fn an_output_that_is_there_is_replaced_only_on_request() {
+    let place = Place::new("llama");
+    succeeds(place.quantize(&[]));
+    let first = without_seconds(files(&place.path("out")));
+    fails(place.quantize(&["--bits", "8"]), 2, &["out exists and is not empty", "--overwrite"]);
+    assert_same(&without_seconds(files(&place.path("out"))), &first, "a refused run");
+    fails(place.quantize(&["--resume"]), 7, &["out holds a finished result", "--overwrite"]);
+    fails(place.quantize(&["elsewhere", "--resume"]), 7, &["elsewhere holds no stopped run"]);
+    assert!(!place.path("elsewhere").exists());
+    // A plan that fails replaces nothing.
+    let output = place.quantize(&["--overwrite", "--bits", "5"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert_same(&without_seconds(files(&place.path("out"))), &first, "a refused run");
+
+    place.write("out/model-00001-of-00002.safetensors", "an earlier, larger result");
+    place.write("out/notes.txt", "mine");
+    place.write("out/other.gguf", "mine too");
+    succeeds(place.quantize(&["--overwrite", "--bits", "8"]));
+    let second = files(&place.path("out"));
+    assert!(second["config.json"] != first["config.json"]);
+    assert!(second["model.safetensors"].len() > first["model.safetensors"].len());
+    assert_eq!((&second["notes.txt"][..], &second["other.gguf"][..]), (&b"mine"[..], &b"mine too"[..]));
+    assert!(!second.contains_key("model-00001-of-00002.safetensors"));
+    // An empty directory is as good as none.
+    std::fs::create_dir(place.path("empty")).unwrap();
+    succeeds(place.quantize(&["empty"]));
+    assert_same(&without_seconds(files(&place.path("empty"))), &first, "the first options again");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_closed_standard_output_stops_no_run() {
+    let place = Place::new("llama");
+    let args = ["--calibration", "rows.jsonl", "--group-size", "32", "--out", "out"];
+    let mut child =
+        place.on_model("quantize", &args).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert!(place.path("out/config.json").exists());
+}
+
+// The embedded demo model takes long enough to be stopped on the way.
+
+fn demo_run(out: &Path, more: &[&str]) -> Command {
+    let demo = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("web/demo");
+    let mut command = program();
+    command.arg("quantize").arg(demo.join("model")).arg("--out").arg(out);
+    command.arg("--calibration").arg(demo.join("calibration.txt"));
+    command.args(["--samples", "12", "--seq-len", "256", "--group-size", "64", "--device", "cpu"]).args(more);
+    command
+}
+
+/// Starts the run and returns when layer `layer` has its first row.
+fn start_until(out: &Path, layer: usize, more: &[&str]) -> Child {
+    let mut child = demo_run(out, more).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    let mark = format!("model.layers.{layer}.self_attn.q_proj");
+    let found = lines.by_ref().any(|line| line.unwrap().contains(&mark));
+    assert!(found, "no row of layer {layer}");
+    // The rest is read by nobody but the pipe's buffer, which is large enough.
+    std::mem::forget(lines);
+    child
+}
+
+fn blocks_done(out: &Path) -> u64 {
+    let journal = std::fs::read(out.join("halftone-journal.json")).unwrap();
+    serde_json::from_slice::<Value>(&journal).unwrap()["blocks_done"].as_u64().unwrap()
+}
+
+#[cfg(unix)]
+#[test]
+fn a_killed_or_interrupted_run_is_resumed_to_the_same_bytes() {
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name);
+    // The number of threads changes nothing either.
+    let whole = demo_run(&path("whole"), &["--json"]).env("RAYON_NUM_THREADS", "1").output().unwrap();
+    let report = json(whole);
+    let ratio = report["modules"].as_array().unwrap().iter().fold((0.0, 0.0), |(gptq, rtn), row| {
+        (gptq + row["gptq_loss"].as_f64().unwrap(), rtn + row["rtn_loss"].as_f64().unwrap())
+    });
+    assert!(ratio.0 < 0.5 * ratio.1, "loss {} of {}", ratio.0, ratio.1);
+    let want = without_seconds(files(&path("whole")));
+    assert!(want.contains_key("tokenizer.json") && want.contains_key("generation_config.json"));
+
+    // Killed at once, and in the fourth of six blocks.
+    for layer in [0, 3] {
+        let out = path(&format!("killed{layer}"));
+        let mut child = start_until(&out, layer, &[]);
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!out.join("config.json").exists() && !out.join("model.safetensors").exists());
+        assert!(blocks_done(&out) >= layer as u64 && blocks_done(&out) < 6);
+        fails(demo_run(&out, &[]).output().unwrap(), 2, &["holds a stopped run", "--resume", "--overwrite"]);
+        let output = demo_run(&out, &["--resume", "--bits", "3"]).output().unwrap();
+        assert_eq!(output.status.code(), Some(7));
+        let message = stderr(&output);
+        assert!(message.lines().last().unwrap().contains("--bits changed (was 4, is 3)"), "{message}");
+        succeeds(demo_run(&out, &["--resume"]).output().unwrap());
+        assert_same(&without_seconds(files(&out)), &want, "killed and resumed");
+    }
+
+    let out = path("interrupted");
+    let child = start_until(&out, 1, &[]);
+    let sent = Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap();
+    assert!(sent.success());
+    let output = child.wait_with_output().unwrap();
+    let message = stderr(&output);
+    assert_eq!(output.status.code(), Some(130), "{message}");
+    assert!(message.contains("stopping at the next safe point"), "{message}");
+    let last = message.lines().last().unwrap();
+    assert!(last.starts_with("halftone: stopped on request in block "), "{message}");
+    assert!(last.ends_with("repeat the command with --resume to go on"), "{message}");
+    // --overwrite is the other way out.
+    succeeds(demo_run(&out, &["--overwrite"]).output().unwrap());
+    assert_same(&without_seconds(files(&out)), &want, "interrupted and overwritten");
+}
