@@ -187,6 +187,7 @@ fn plan_tells_all_without_writing() {
     let before = files(&place.path("model"));
     let said = succeeds(place.on_model("plan", &["--group-size", "32"]).output().unwrap());
     assert_eq!(said.lines().filter(|line| line.contains("model.layers.")).count(), 21, "{said}");
+    assert!(said.contains("calibration: 65536 tokens assumed"), "{said}");
     assert!(said.contains("time: about ") && said.contains("memory on cpu: about "), "{said}");
 
     // Without text a plan assumes 128 × 512 tokens, with text it counts.

@@ -36,6 +36,7 @@ struct Job {
     batch_tokens: Option<usize>,
     /// Bytes of tensors in a shard; `None` for one file.
     shard_bytes: Option<u64>,
+    piece_bytes: Option<usize>,
     resume: bool,
     calibration: String,
     device: Device,
@@ -50,6 +51,7 @@ impl Job {
             max_memory: u64::MAX,
             batch_tokens: None,
             shard_bytes: None,
+            piece_bytes: None,
             resume: false,
             calibration: String::new(),
             device: Device::Cpu,
@@ -79,6 +81,7 @@ impl Job {
             let tensors = plan.layout.tensors().iter().map(|tensor| tensor.spec.clone()).collect();
             plan.layout = Layout::new(tensors, bytes)?;
         }
+        plan.piece_bytes = self.piece_bytes.unwrap_or(plan.piece_bytes);
         Ok(plan)
     }
 
@@ -703,6 +706,29 @@ fn a_tight_plan_computes_again_and_gives_the_same_bytes() {
     );
 }
 
+#[test]
+fn weights_quantized_in_pieces_of_rows_are_the_same() {
+    for scheme in [
+        Scheme { sym: false, ..default4() },
+        Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 3, Some(32)) },
+        Scheme::preset(Preset::Rtn, 4, None),
+    ] {
+        let mut job = Job::new("qwen2", scheme);
+        let (whole, report) = job.run();
+        // 64 rows at a time, of up to 128.
+        job.piece_bytes = Some(1);
+        let (pieces, cut) = job.run();
+        assert!(whole["model.safetensors"] == pieces["model.safetensors"]);
+        for (a, b) in report.modules.iter().zip(&cut.modules) {
+            for (a, b) in [(a.gptq_loss, b.gptq_loss), (a.rtn_loss, b.rtn_loss)] {
+                assert!(
+                    a.is_none() == b.is_none() && a.zip(b).is_none_or(|(a, b)| (a / b - 1.0).abs() < 1e-5)
+                );
+            }
+        }
+    }
+}
+
 // Bad inputs.
 
 #[track_caller]
@@ -809,13 +835,23 @@ fn a_quantized_model_is_not_quantized_again() {
 }
 
 #[test]
-fn dead_inputs_and_too_little_text_are_survived_with_a_warning_or_none() {
+fn dead_inputs_and_too_little_text_are_survived() {
     // One row of two tokens: Hessians of rank 2. Damping makes them definite.
     let mut job = Job::new("llama", default4());
     job.rows = rows(1, 2, 9);
     let (files, report) = job.run();
     assert!(report.modules.iter().all(|row| row.gptq_loss.is_some_and(f64::is_finite)));
     assert!(distance(&logits(&open(&files), &expected("llama").0), &expected("llama").1) < 0.5);
+    // With next to no damping they are not, so it is raised: that is told, also after a stop.
+    job.scheme.damp_percent = 1e-12;
+    let (_, report) = job.run();
+    let raised = |damp: Option<f64>| damp.is_some_and(|damp| damp >= 1e-4);
+    assert!(report.modules.iter().any(|row| raised(row.damp)));
+    assert!(report.warnings.iter().any(|text| text.contains("damping had to be raised")));
+    let sink = MemorySink::new();
+    job.run_with(&sink, &mut StopAt::new(13)).err().unwrap();
+    job.resume = true;
+    assert_eq!(job.run_with(&sink, &mut Silent).unwrap().warnings, report.warnings);
     // A norm weight of 0 kills the input it scales.
     let mut job = Job::new("llama", default4());
     change_tensor(&mut job.files, "model.layers.0.input_layernorm.weight", |bytes| bytes[20..22].fill(0));

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use super::options::{CalibrationArgs, DeviceArg, DeviceArgs, MemoryArgs};
-use crate::device::{AdapterChoice, Device, GpuOptions};
+use crate::device::{AdapterChoice, Device, GpuOptions, list_adapters};
 use crate::error::{Error, Result};
 use crate::kernels::selftest::open_gpu;
 use crate::model::{ModelConfig, Stored};
@@ -30,7 +30,14 @@ pub async fn device(args: &DeviceArgs) -> Result<Device> {
     let choice = AdapterChoice { name: args.adapter.clone(), allow_software: args.adapter.is_some() };
     let wanted = args.device == DeviceArg::Gpu || args.adapter.is_some();
     match open_gpu(&choice, &GpuOptions::default()).await {
-        Err(_) if !wanted => Ok(Device::Cpu),
+        Err(error) if !wanted => {
+            // Without a hardware adapter the CPU is what auto means; one that is there but does not
+            // work is news.
+            if list_adapters().await.iter().any(|adapter| !adapter.software) {
+                eprintln!("warning: {error} (this run uses the CPU)");
+            }
+            Ok(Device::Cpu)
+        }
         opened => opened,
     }
 }

@@ -199,6 +199,8 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
     );
     if !segments.rows.is_empty() {
         say!("calibration: {}", segments.report);
+    } else if plan.tokens > 0 {
+        say!("calibration: {} tokens assumed; with --calibration FILE they are counted", plan.tokens);
     }
     say!(
         "output: {}, {:.2} bits per weight in quantized layers",

@@ -76,6 +76,8 @@ pub struct Plan {
     pub memory: Memory,
     /// Tokens of a micro-batch.
     pub batch_tokens: usize,
+    /// Rows of a weight are quantized in pieces of at most so many bytes of f32.
+    pub piece_bytes: usize,
     /// Activations stay on the device between blocks.
     pub stream_on_device: bool,
     /// Activations between stages are kept instead of computed again.
@@ -86,8 +88,8 @@ pub struct Plan {
     pub warnings: Vec<String>,
 }
 
-/// Rows of a weight are quantized in pieces of at most this many bytes of f32.
-pub const PIECE_BYTES: usize = 32 << 20;
+/// [`Plan::piece_bytes`] for every device: well below what one buffer may hold.
+const PIECE_BYTES: usize = 32 << 20;
 
 /// Tokens in a micro-batch: enough for matrix products to run at full speed.
 const BATCH_TOKENS: usize = 2048;
@@ -164,6 +166,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 0 },
         flops: flops(&config, options, &specs),
         batch_tokens: options.batch_tokens.unwrap_or(BATCH_TOKENS).max(options.longest),
+        piece_bytes: PIECE_BYTES,
         stream_on_device: true,
         keep_between: true,
         tokens: options.tokens,
@@ -389,7 +392,7 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
         .sum();
     // A piece of a weight with its copy in the order, codes, result, and plain rounding's own copy.
     let largest = plan.modules.iter().map(|module| module.input * module.output).max().unwrap_or(0);
-    let pieces = 5 * bytes(largest).min(PIECE_BYTES as u64);
+    let pieces = 5 * bytes(largest).min(plan.piece_bytes as u64);
     let working =
         |batch: usize| bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
     plan.memory = if calibrated {

@@ -11,7 +11,7 @@ use web_time::Instant;
 
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
-use super::plan::{PIECE_BYTES, Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
+use super::plan::{Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
 use super::report::{ModuleRow, RunReport, csv, logged};
 use super::stream::{Batches, Stream};
 use super::unfinished::Unfinished;
@@ -59,14 +59,12 @@ pub async fn run(
     observer: &mut dyn Observer,
 ) -> Result<RunReport> {
     let begun = Instant::now();
+    let calibrated = plan.scheme.needs_inputs();
     let inputs = Inputs {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         source: format!("{:016x}", stored.checkpoint.sampled_fingerprint().await?),
-        calibration: options.calibration.clone(),
-        text: match plan.scheme.needs_inputs() {
-            true => format!("{:016x}", segments.fingerprint()),
-            false => String::new(),
-        },
+        calibration: if calibrated { options.calibration.clone() } else { String::new() },
+        text: if calibrated { format!("{:016x}", segments.fingerprint()) } else { String::new() },
         scheme: plan.scheme.clone(),
         device: device.describe(),
         batch_tokens: plan.batch_tokens,
@@ -90,8 +88,7 @@ pub async fn run(
     for warning in &journal.warnings {
         observer.event(Event::Warning(warning.clone()));
     }
-    let batches =
-        Batches::new(if plan.scheme.needs_inputs() { &segments.rows } else { &[] }, plan.batch_tokens);
+    let batches = Batches::new(if calibrated { &segments.rows } else { &[] }, plan.batch_tokens);
     observer.event(Event::Started {
         blocks: plan.config.layers,
         done: journal.blocks_done,
@@ -394,7 +391,7 @@ impl Run<'_> {
         };
         let mut chunks = Vec::new();
         let mut loss: Option<Losses> = None;
-        let step = (PIECE_BYTES / (4 * n) / 64 * 64).max(64);
+        let step = (self.plan.piece_bytes / (4 * n) / 64 * 64).max(64);
         for start in (0..rows).step_by(step) {
             let end = rows.min(start + step);
             let bytes = self.stored.read_rows(&name, start..end).await?;
