@@ -119,7 +119,7 @@ async fn factored(device: &Device) -> Result<Vec<f32>> {
 /// is a quarter of a step away from a tie, and errors are spread so thinly that it stays there.
 async fn quantized(device: &Device) -> Result<Vec<f32>> {
     let (rows, n) = (20, 32);
-    let step = |at: usize| (at * 7 % 13) as f32 - 6.0 + if at % 2 == 0 { 0.25 } else { -0.25 };
+    let step = |at: usize| (at * 7 % 13) as f32 - 6.0 + if at.is_multiple_of(2) { 0.25 } else { -0.25 };
     let mut w = Tensor::from_f32(device, &[rows, n], (0..rows * n).map(|at| 0.125 * step(at)).collect())?;
     let spread = |i: usize, j: usize| match i {
         _ if i == j => 1.0,
