@@ -9,7 +9,11 @@ use std::pin::Pin;
 
 use half::bf16;
 
+use super::cholesky::factor_diagonal;
+use super::dequant::dequantize;
 use super::gemm::{self, Mat, Scaling, Target};
+use super::scales::Grid;
+use super::sweep::{Block, sweep};
 use crate::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
@@ -23,6 +27,8 @@ const CHECKS: &[(&str, Check, f32)] = &[
     ("gemm (A·Bᵀ, bf16 weights)", |device| Box::pin(product(device, false, true)), 1e-4),
     ("gemm (A·B, bf16 weights)", |device| Box::pin(product(device, false, false)), 1e-4),
     ("gemm (Aᵀ·B, bf16 weights)", |device| Box::pin(product(device, true, false)), 1e-4),
+    ("cholesky (factor and inverse)", |device| Box::pin(factored(device)), 1e-3),
+    ("sweep and dequant", |device| Box::pin(quantized(device)), 1e-4),
 ];
 
 /// Opens the adapter that `choice` means, measures it, and checks it.
@@ -93,6 +99,56 @@ async fn product(device: &Device, a_transposed: bool, b_transposed: bool) -> Res
     let b = if b_transposed { Mat::of(&b).t() } else { Mat::of(&b) };
     gemm::gemm(Target::of(&mut c), a, b, Scaling { alpha: 0.5, beta: -1.0 }, Some(&bias))?;
     c.to_f32().await
+}
+
+/// The factor and the inverse of a well-conditioned block, one after the other.
+async fn factored(device: &Device) -> Result<Vec<f32>> {
+    let n = 60;
+    let entry = |i: usize, j: usize| if i == j { 4.0 } else { 1.0 / (1.0 + i.abs_diff(j) as f32) };
+    let values = (0..n * n).map(|at| entry(at / n, at % n)).collect();
+    let block = Tensor::from_f32(device, &[n, n], values)?;
+    let mut status = Tensor::zeros(device, Elem::U32, &[1])?;
+    let (factor, inverse) = factor_diagonal(&block, &mut status)?;
+    let mut results = factor.to_f32().await?;
+    results.extend(inverse.to_f32().await?);
+    results.push(status.to_u32().await?[0] as f32);
+    Ok(results)
+}
+
+/// A sweep over one block with errors spread, and the weights that its codes stand for. Every weight
+/// is a quarter of a step away from a tie, and errors are spread so thinly that it stays there.
+async fn quantized(device: &Device) -> Result<Vec<f32>> {
+    let (rows, n) = (20, 32);
+    let step = |at: usize| (at * 7 % 13) as f32 - 6.0 + if at % 2 == 0 { 0.25 } else { -0.25 };
+    let mut w = Tensor::from_f32(device, &[rows, n], (0..rows * n).map(|at| 0.125 * step(at)).collect())?;
+    let spread = |i: usize, j: usize| match i {
+        _ if i == j => 1.0,
+        _ if i > j => 0.001,
+        _ => 0.0,
+    };
+    let inverse = (0..n * n).map(|at| spread(at / n, at % n)).collect();
+    let inverse = Tensor::from_f32(device, &[n, n], inverse)?;
+    let grid = Grid {
+        scales: Tensor::from_f32(device, &[rows, 1], vec![0.125; rows])?,
+        zeros: Tensor::from_f32(device, &[rows, 1], vec![8.0; rows])?,
+    };
+    let columns = Tensor::from_u32(device, &[n, 2], (0..n as u32).flat_map(|column| [column, 0]).collect())?;
+    let mut codes = Tensor::zeros(device, Elem::U8, &[rows, n])?;
+    let mut loss = Tensor::zeros(device, Elem::F32, &[rows])?;
+    let block = Block {
+        start: 0,
+        compensation: None,
+        inverse: Some(&inverse),
+        width: n,
+        columns: &columns,
+        maxq: 15.0,
+    };
+    sweep(&mut w, block, &grid, &mut codes, &mut loss)?;
+    let group_of = Tensor::from_u32(device, &[n], vec![0; n])?;
+    let mut results = dequantize(&codes, &grid, &group_of)?.to_f32().await?;
+    results.extend(w.to_f32().await?);
+    results.extend(loss.to_f32().await?);
+    Ok(results)
 }
 
 #[cfg(test)]
