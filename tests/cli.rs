@@ -93,7 +93,7 @@ impl Place {
     fn quantize(&self, more: &[&str]) -> Output {
         let common = ["--calibration", "rows.jsonl", "--group-size", "32", "--out"];
         let mut args = common.to_vec();
-        if !more.first().is_some_and(|first| !first.starts_with("--")) {
+        if more.first().is_none_or(|first| first.starts_with("--")) {
             args.push("out");
         }
         args.extend(more);

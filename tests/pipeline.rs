@@ -102,7 +102,7 @@ impl Job {
 
     /// What the plan or the run says against it.
     fn refusal(&self) -> Error {
-        self.run_with(&MemorySink::new(), &mut Silent).err().unwrap_or_else(|| panic!("must be refused"))
+        self.run_with(&MemorySink::new(), &mut Silent).expect_err("must be refused")
     }
 }
 
@@ -634,7 +634,7 @@ fn a_changed_run_is_not_resumed_and_says_what_changed() {
         let (mut job, sink) = stopped();
         let before = sink.files();
         change(&mut job);
-        let error = job.run_with(&sink, &mut Silent).err().unwrap_or_else(|| panic!("must be refused"));
+        let error = job.run_with(&sink, &mut Silent).expect_err("must be refused");
         assert_eq!(error.exit_code(), 7, "{error}");
         for word in words {
             assert!(error.to_string().contains(word), "{error} should say {word}");

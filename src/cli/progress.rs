@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -30,6 +31,8 @@ pub struct Terminal {
     tokens: usize,
     blocks: usize,
     losses: (f64, f64),
+    /// The share of the work that was done at the first report, and when that was.
+    first: Option<(f64, Instant)>,
 }
 
 impl Terminal {
@@ -39,7 +42,7 @@ impl Terminal {
         if let Ok(style) = ProgressStyle::with_template(style) {
             bar.set_style(style);
         }
-        Self { bar, stop, rows, tokens: 0, blocks: 0, losses: (0.0, 0.0) }
+        Self { bar, stop, rows, tokens: 0, blocks: 0, losses: (0.0, 0.0), first: None }
     }
 
     fn say(&self, line: &str) {
@@ -102,8 +105,13 @@ impl Observer for Terminal {
             Event::Progress { block, stage, done, total } => {
                 let share = done / total;
                 self.bar.set_position((1000.0 * share) as u64);
-                let seconds = self.bar.elapsed().as_secs_f64().max(1e-3);
-                let rate = self.tokens as f64 * share / seconds;
+                // A resumed run begins in the middle: what it found done says nothing about its speed.
+                let (first, since) = *self.first.get_or_insert_with(|| {
+                    self.bar.reset_eta();
+                    (share, Instant::now())
+                });
+                let seconds = since.elapsed().as_secs_f64().max(1e-3);
+                let rate = self.tokens as f64 * (share - first) / seconds;
                 let removed = match self.losses {
                     (rtn, gptq) if rtn > 0.0 => format!(", {:.0} % of rtn's loss left", 100.0 * gptq / rtn),
                     _ => String::new(),
