@@ -12,18 +12,19 @@
 //! triangular, H+λI = R·Rᵀ, so (H+λI)⁻¹ = R⁻ᵀR⁻¹ and, since the factor with a positive diagonal is
 //! unique, U = R⁻¹. Nothing more is needed than L:
 //!
-//! - The textbook loop keeps compensated weights W' and after a block b subtracts Err·U from all
-//!   later columns. Let E = W − Ŵ be the error against the *original* weights. Row by row the loop
-//!   says Err·U = W'_before − … which telescopes to E = Err·R, restricted to the columns done. For
-//!   the next block b: W'_b = W_b + (E_done · R_{done,b})·R_bb⁻¹. Proof: the compensated weights of
-//!   all columns from b on are those that minimise ‖(W' − W + …)·R‖ given the errors made so far,
-//!   and R upper triangular lets the columns of b be solved without those behind them.
+//! - The textbook loop rounds column j to ŵ_j, sets err_j = (w'_j − ŵ_j)/U_jj and subtracts err_j·U_jk
+//!   from every later column k. So column k is rounded at w'_k = w_k − Σ_{j<k} err_j·U_jk, and with
+//!   w'_k − ŵ_k = err_k·U_kk the error against the *original* weights, E = W − Ŵ, is E = Err·U, or
+//!   Err = E·R.
+//! - For a block b after the columns d that are done, the loop sees W'_b = W_b − Err_d·U_db. From
+//!   U·R = I follows U_dd·R_db + U_db·R_bb = 0, so −Err_d·U_db = Err_d·U_dd·R_db·R_bb⁻¹, and with
+//!   Err_d·U_dd = E_d: W'_b = W_b + (E_d·R_db)·R_bb⁻¹. Inside the block the usual rule holds, with
+//!   U_bb = R_bb⁻¹.
 //! - In reversed columns, where everything here happens, that reads
-//!   W'_b = W_b + (E_{>b} · L_{>b,b})·L_bb⁻¹: one matrix product of growing depth for each block,
-//!   one small triangle inverted, and no inverse of H anywhere. Columns are taken from the last to
-//!   the first, which is Babai's nearest plane algorithm on the lattice with Gram matrix H+λI.
-//! - err_j = (w'_j − ŵ_j)/U_jj satisfies Err = E·R, so Σ err² = tr(E(H+λI)Eᵀ): the layer's loss
-//!   falls out of the loop.
+//!   W'_b = W_b + (E_{>b}·L_{>b,b})·L_bb⁻¹: one matrix product of growing depth for each block, one
+//!   small triangle inverted, and no inverse of H anywhere. Columns are taken from the last to the
+//!   first, which is Babai's nearest plane algorithm on the lattice with Gram matrix H+λI.
+//! - Since Err = E·R, Σ err² = tr(E(H+λI)Eᵀ): the layer's loss falls out of the loop.
 //!
 //! # Files
 //! `scheme` what is asked for; `order` in which columns are taken; `factor` L in blocks;
