@@ -72,6 +72,16 @@ fn different(scales: impl Fn(usize, usize) -> f64, got: &[f64], golden: &Golden)
     (0..golden.rows).filter(|row| (row * golden.n..(row + 1) * golden.n).any(differs)).count()
 }
 
+/// Codes that differ, over all rows.
+fn different_codes(scales: impl Fn(usize, usize) -> f64, got: &[f64], golden: &Golden) -> usize {
+    (0..got.len())
+        .filter(|&i| {
+            let scale = scales(i / golden.n, i % golden.n).abs();
+            (got[i] - f64::from(golden.dequantized[i])).abs() > 0.5 * scale
+        })
+        .count()
+}
+
 fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&x| f64::from(x)).collect()
 }
@@ -115,6 +125,7 @@ fn panels(device: &Device, h: &[f32], n: usize) -> SymmetricPanels {
 fn agrees_with_the_original_program(device: &Device) {
     pollster::block_on(async {
         let (mut rows, mut wrong, mut loss, mut golden_loss) = (0, 0, 0.0, 0.0);
+        let (mut codes, mut wrong_codes) = (0, 0);
         for golden in goldens() {
             let h = panels(device, &golden.hessian, golden.n);
             let prepared = prepare(&golden.scheme, ScaleType::F32, device, golden.n, Some(&h), &golden.name)
@@ -128,11 +139,12 @@ fn agrees_with_the_original_program(device: &Device) {
             };
             let values = wide(&result.dequantized.to_f32().await.unwrap());
             let here = different(scale, &values, &golden);
+            let wrong_here = different_codes(scale, &values, &golden);
             let losses = result.loss.unwrap();
             println!(
-                "{}: {here} of {} rows differ, loss {:.5}, rtn {:.5} of the original's",
+                "{}: {wrong_here} of {} codes differ in {here} rows, loss {:.5}, rtn {:.5} of the original's",
                 golden.name,
-                golden.rows,
+                values.len(),
                 losses.gptq / golden.loss,
                 losses.rtn / golden.rtn_loss
             );
@@ -145,11 +157,15 @@ fn agrees_with_the_original_program(device: &Device) {
             assert!(golden.scheme.mse || dead || (rtn - 1.0).abs() < 1e-3, "{}: {rtn}", golden.name);
             rows += golden.rows;
             wrong += here;
+            codes += values.len();
+            wrong_codes += wrong_here;
             // Each file counts alike, whatever the size of its numbers.
             loss += losses.gptq / golden.loss;
             golden_loss += 1.0;
         }
+        println!("all: {wrong_codes} of {codes} codes differ in {wrong} of {rows} rows");
         assert!(wrong * 100 < rows, "{wrong} of {rows} rows differ");
+        assert!(wrong_codes * 1000 <= codes, "{wrong_codes} of {codes} codes differ");
         assert!((loss / golden_loss - 1.0f64).abs() < 1e-3, "loss {}", loss / golden_loss);
     });
 }

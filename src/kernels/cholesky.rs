@@ -30,15 +30,15 @@ pub fn factor_diagonal(block: &Tensor, status: &mut Tensor) -> Result<(Tensor, T
     Ok((factor, inverse))
 }
 
-/// Row by row (Cholesky–Banachiewicz); a bad pivot is replaced by 1 so that all stays finite.
-fn cpu(block: &[f32], l: &mut [f32], inverse: &mut [f32], w: usize) -> bool {
+/// Row by row (Cholesky–Banachiewicz); a bad pivot is replaced by 1 so that all stays finite. In f64:
+/// the squares are a small part of the work, and their errors are multiplied by their condition.
+fn cpu(block: &[f32], factor: &mut [f32], inverse: &mut [f32], w: usize) -> bool {
     let mut ok = true;
-    l.fill(0.0);
-    inverse.fill(0.0);
+    let mut l = vec![0f64; w * w];
     for i in 0..w {
         for j in 0..=i {
             let sum = dot(&l[i * w..i * w + j], &l[j * w..j * w + j]);
-            let rest = block[i * w + j] - sum;
+            let rest = f64::from(block[i * w + j]) - sum;
             if i == j {
                 // Written so that NaN fails too.
                 let good = rest > 0.0 && rest.is_finite();
@@ -51,8 +51,9 @@ fn cpu(block: &[f32], l: &mut [f32], inverse: &mut [f32], w: usize) -> bool {
     }
     // Column j of the inverse by forward substitution, built a row at a time:
     // L⁻¹[i] = (e_i − Σ_{k<i} L[i][k]·L⁻¹[k]) / L[i][i].
+    let mut wide = vec![0f64; w * w];
     for i in 0..w {
-        let (above, row) = inverse.split_at_mut(i * w);
+        let (above, row) = wide.split_at_mut(i * w);
         let row = &mut row[..w];
         for k in 0..i {
             let factor = l[i * w + k];
@@ -66,20 +67,22 @@ fn cpu(block: &[f32], l: &mut [f32], inverse: &mut [f32], w: usize) -> bool {
             *out /= pivot;
         }
     }
+    factor.iter_mut().zip(&l).for_each(|(out, x)| *out = *x as f32);
+    inverse.iter_mut().zip(&wide).for_each(|(out, x)| *out = *x as f32);
     ok
 }
 
-fn dot(a: &[f32], b: &[f32]) -> f32 {
+fn dot(a: &[f64], b: &[f64]) -> f64 {
     // Eight fixed lanes: vectorizable, and the same sum on every machine.
-    let mut lanes = [0f32; 8];
+    let mut lanes = [0f64; 8];
     let whole = a.len() / 8 * 8;
     for (a, b) in a[..whole].chunks_exact(8).zip(b[..whole].chunks_exact(8)) {
         for l in 0..8 {
             lanes[l] += a[l] * b[l];
         }
     }
-    let tail: f32 = a[whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum();
-    lanes.iter().sum::<f32>() + tail
+    let tail: f64 = a[whole..].iter().zip(&b[whole..]).map(|(a, b)| a * b).sum();
+    lanes.iter().sum::<f64>() + tail
 }
 
 pub use gpu::KERNELS;

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
-use crate::checkpoint::{DType, Layout, TensorSpec, gptq};
+use crate::checkpoint::{Layout, TensorSpec, gptq};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gptq::scheme::Scheme;
@@ -466,11 +466,5 @@ impl Plan {
                 })
             })
             .collect()
-    }
-
-    /// The element type that copied tensors mostly have, for tables.
-    pub fn source_dtype(&self, stored: &Stored) -> Option<DType> {
-        let module = self.modules.first()?;
-        stored.checkpoint.info(&format!("{}.weight", module.module)).map(|info| info.dtype)
     }
 }
