@@ -24,7 +24,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 /// GPTQ quantization of language models on your own machine.
 ///
@@ -73,23 +73,25 @@ fn say(line: std::fmt::Arguments) {
 pub fn main() -> ExitCode {
     quiet_vulkan_layer();
     let cli = Cli::parse();
-    let outcome = pollster::block_on(async {
-        match cli.command {
-            Command::Quantize(args) => quantize::run(args).await,
-            Command::Plan(args) => plan::run(args).await,
-            Command::Inspect(args) => inspect::run(args).await,
-            Command::Adapters(args) => adapters::run(args).await,
-            Command::Eval(args) => eval::run(args).await,
-            Command::Demo(args) => demo::run(args).await,
-            Command::Bench(args) => bench::run(args).await,
-        }
-    });
-    match outcome {
+    // On a thread of the pool that shares the work, so that no kernel waits for one to wake up first.
+    match rayon::scope(|_| pollster::block_on(run(cli.command))) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("halftone: {error}");
             ExitCode::from(error.exit_code())
         }
+    }
+}
+
+async fn run(command: Command) -> Result<()> {
+    match command {
+        Command::Quantize(args) => quantize::run(args).await,
+        Command::Plan(args) => plan::run(args).await,
+        Command::Inspect(args) => inspect::run(args).await,
+        Command::Adapters(args) => adapters::run(args).await,
+        Command::Eval(args) => eval::run(args).await,
+        Command::Demo(args) => demo::run(args).await,
+        Command::Bench(args) => bench::run(args).await,
     }
 }
 

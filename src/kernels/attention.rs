@@ -7,7 +7,7 @@
 
 use super::matmul::{Product, Strided, Values, matmul};
 use super::parallel::for_chunks;
-use super::simd::{exp_and_sum, max, multiversion};
+use super::simd::{exp_and_sum, largest, multiversion};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
@@ -80,24 +80,32 @@ fn cpu(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, seq_
     });
 }
 
-/// All heads of the query rows `first..` of one sequence, as many as `out` has.
+/// All heads of the query rows `first..` of one sequence, as many as `out` has. The query heads that
+/// share a key head are stacked into one product.
 fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, first: usize) {
     let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
-    let (width, kv_width) = (heads * head_dim, kv_heads * head_dim);
+    let (width, kv_width, sharing) = (heads * head_dim, kv_heads * head_dim, heads / kv_heads);
     let rows = out.len() / width;
     // The keys that some row of the tile sees.
     let start = window.map_or(0, |window| (first + 1).saturating_sub(window));
     let keys = first + rows - start;
-    let mut scores = vec![0f32; rows * keys];
-    let mut sums = vec![0f32; rows];
-    for head in 0..heads {
-        let kv_offset = start * kv_width + head / (heads / kv_heads) * head_dim;
+    let mut stacked = vec![0f32; sharing * rows * head_dim];
+    let mut mixtures = stacked.clone();
+    let mut scores = vec![0f32; sharing * rows * keys];
+    let mut sums = vec![0f32; sharing * rows];
+    for kv_head in 0..kv_heads {
+        // Row r of query head h, of those that read this key head.
+        let piece = |h: usize, r: usize| r * width + (kv_head * sharing + h) * head_dim;
+        for (at, stacked) in stacked.chunks_exact_mut(head_dim).enumerate() {
+            stacked.copy_from_slice(&q[piece(at / rows, at % rows)..][..head_dim]);
+        }
+        let kv_offset = start * kv_width + kv_head * head_dim;
         let rows_of = |values, ld| Strided { values: Values::F32(values), row: ld, col: 1 };
         let scored = Product {
-            m: rows,
+            m: sharing * rows,
             n: keys,
             k: head_dim,
-            a: rows_of(&q[head * head_dim..], width),
+            a: rows_of(&stacked, head_dim),
             b: rows_of(&k[kv_offset..], kv_width).t(),
             alpha: scale,
             beta: 0.0,
@@ -106,15 +114,15 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             parallel: false,
         };
         matmul(&mut scores, keys, scored);
-        for (row, (scores, sum)) in scores.chunks_mut(keys).zip(&mut sums).enumerate() {
-            let end = first + row + 1 - start;
+        for (at, (scores, sum)) in scores.chunks_mut(keys).zip(&mut sums).enumerate() {
+            let end = first + at % rows + 1 - start;
             let begin = window.map_or(0, |window| end.saturating_sub(window));
             scores[..begin].fill(0.0);
             scores[end..].fill(0.0);
             *sum = softmax_numerators(&mut scores[begin..end]);
         }
         let mixed = Product {
-            m: rows,
+            m: sharing * rows,
             n: head_dim,
             k: keys,
             a: rows_of(&scores, keys),
@@ -125,10 +133,11 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             lower: false,
             parallel: false,
         };
-        matmul(&mut out[head * head_dim..], width, mixed);
-        for (row, sum) in out.chunks_mut(width).zip(&sums) {
-            for x in &mut row[head * head_dim..][..head_dim] {
-                *x /= sum;
+        matmul(&mut mixtures, head_dim, mixed);
+        for (at, (mixed, sum)) in mixtures.chunks_exact(head_dim).zip(&sums).enumerate() {
+            let out = &mut out[piece(at / rows, at % rows)..][..head_dim];
+            for (out, mixed) in out.iter_mut().zip(mixed) {
+                *out = mixed / sum;
             }
         }
     }
@@ -137,8 +146,8 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
 multiversion! {
     /// Replaces scores by exp(score − largest) and returns their sum.
     fn softmax_numerators(scores: &mut [f32]) -> f32 {
-        let largest = max(scores);
-        exp_and_sum(scores, largest)
+        let offset = largest(scores, |x| x);
+        exp_and_sum(scores, offset)
     }
 }
 

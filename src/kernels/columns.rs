@@ -1,5 +1,7 @@
 //! Columns of a weight in another order, widened to f32: out[r][j] = w[r][columns[j]].
 
+use half::slice::HalfFloatSliceExt;
+
 use super::parallel::for_chunks;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -26,8 +28,19 @@ fn cpu(w: &Tensor, columns: &[u32], out: &mut Tensor) -> Result<()> {
     if columns.iter().any(|&c| c != ZERO_COLUMN && c as usize >= n) {
         return Err(Error::Internal("columns: a column number is out of range".into()));
     }
+    // The first columns in their own order are whole runs of memory.
+    let natural = columns.iter().enumerate().all(|(j, &column)| column as usize == j);
     let out = out.f32s_mut()?;
     match w.host_data()? {
+        Host::F32(v) if natural => {
+            for_chunks(out, columns.len(), |row, out| out.copy_from_slice(&v[row * n..][..out.len()]))
+        }
+        Host::F16(v) if natural => {
+            for_chunks(out, columns.len(), |row, out| v[row * n..][..out.len()].convert_to_f32_slice(out));
+        }
+        Host::BF16(v) if natural => {
+            for_chunks(out, columns.len(), |row, out| v[row * n..][..out.len()].convert_to_f32_slice(out));
+        }
         Host::F32(v) => pick(out, columns, n, |at| v[at]),
         Host::F16(v) => pick(out, columns, n, |at| v[at].to_f32()),
         Host::BF16(v) => pick(out, columns, n, |at| v[at].to_f32()),
@@ -105,8 +118,11 @@ mod tests {
         let gpu = test_gpu();
         let (rows, n) = (7, 13);
         let values = noise(rows * n, 1);
-        let columns = [12, 0, ZERO_COLUMN, 5, 5, 11, 1, ZERO_COLUMN, 3];
-        for elem in [Elem::F32, Elem::F16, Elem::BF16] {
+        let mixed = vec![12, 0, ZERO_COLUMN, 5, 5, 11, 1, ZERO_COLUMN, 3];
+        // Columns from the first on in their own order are copied as they lie.
+        let lists = [mixed, (0..n as u32).collect(), (0..5).collect()];
+        let elems = [Elem::F32, Elem::F16, Elem::BF16];
+        for (columns, elem) in lists.iter().flat_map(|list| elems.map(|elem| (list, elem))) {
             let (bytes, wide): (Vec<u8>, Vec<f32>) = match elem {
                 Elem::F16 => {
                     let packed: Vec<_> = values.iter().map(|&x| f16::from_f32(x)).collect();
@@ -120,7 +136,8 @@ mod tests {
             };
             let want: Vec<f32> = (0..rows)
                 .flat_map(|row| {
-                    columns.map(|c| if c == ZERO_COLUMN { 0.0 } else { wide[row * n + c as usize] })
+                    let wide = &wide[row * n..];
+                    columns.iter().map(|&c| if c == ZERO_COLUMN { 0.0 } else { wide[c as usize] })
                 })
                 .collect();
             for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
@@ -130,7 +147,7 @@ mod tests {
                         gpu.set_submit_budget(budget);
                     }
                     let w = Tensor::from_bytes(device, elem, &[rows, n], &bytes).unwrap();
-                    let columns = Tensor::from_u32(device, &[columns.len()], columns.to_vec()).unwrap();
+                    let columns = Tensor::from_u32(device, &[columns.len()], columns.clone()).unwrap();
                     let got = gather(&w, &columns).unwrap();
                     assert_eq!(got.shape(), [rows, columns.len()]);
                     assert_eq!(pollster::block_on(got.to_f32()).unwrap(), want);

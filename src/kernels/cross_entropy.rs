@@ -7,7 +7,7 @@
 use super::cut::lanes;
 use super::gemm::{Mat, Scaling, Target, gemm};
 use super::parallel::for_chunks;
-use super::simd::{exp, max, multiversion, sum};
+use super::simd::{exp, largest, multiversion, sum};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
@@ -117,10 +117,10 @@ impl Running {
 
 multiversion! {
     fn take_in(state: &mut [f32], logits: &[f32]) {
-        let largest = max(logits);
-        let largest = if largest > state[0] { largest } else { state[0] };
-        state[1] = state[1] * exp(state[0] - largest) + sum(logits, |x| exp(x - largest));
-        state[0] = largest;
+        let top = largest(logits, |x| x);
+        let top = if top > state[0] { top } else { state[0] };
+        state[1] = state[1] * exp(state[0] - top) + sum(logits, |x| exp(x - top));
+        state[0] = top;
     }
 }
 

@@ -2,6 +2,7 @@
 
 use super::parallel::for_chunks;
 use super::scales::Grid;
+use super::simd::multiversion;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
@@ -22,16 +23,26 @@ pub fn dequantize(codes: &Tensor, grid: &Grid, group_of: &Tensor) -> Result<Tens
             let (codes, group_of, groups) = (codes.u8s()?, group_of.u32s()?, grid.groups());
             let (scales, zeros) = (grid.scales.f32s()?, grid.zeros.f32s()?);
             for_chunks(out.f32s_mut()?, n, |row, out| {
-                let codes = &codes[row * n..(row + 1) * n];
-                for ((out, &code), &group) in out.iter_mut().zip(codes).zip(group_of) {
-                    let at = row * groups + group as usize;
-                    *out = scales[at] * (f32::from(code) - zeros[at]);
+                let mut start = 0;
+                for run in group_of.chunk_by(|a, b| a == b) {
+                    let (end, at) = (start + run.len(), row * groups + run[0] as usize);
+                    let codes = &codes[row * n + start..row * n + end];
+                    widen(&mut out[start..end], codes, scales[at], zeros[at]);
+                    start = end;
                 }
             });
         }
         Device::Gpu(gpu) => gpu::dequantize(&gpu, codes, grid, group_of, &mut out)?,
     }
     Ok(out)
+}
+
+multiversion! {
+    fn widen(out: &mut [f32], codes: &[u8], scale: f32, zero: f32) {
+        for (out, &code) in out.iter_mut().zip(codes) {
+            *out = scale * (f32::from(code) - zero);
+        }
+    }
 }
 
 pub use gpu::KERNELS;

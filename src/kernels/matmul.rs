@@ -7,6 +7,8 @@
 //!
 //! Each element of C is summed in the same order whatever the number of threads.
 
+use std::ops::Range;
+
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -55,10 +57,13 @@ pub struct Product<'a> {
     pub parallel: bool,
 }
 
-/// Depth of a packed panel: B's strip of 32 columns (36 KiB) then stays in the first-level cache.
+/// Depth of a packed panel: a strip of A then stays in the first-level cache, what is left of it is
+/// enough for B's strip to stream through from the second.
 const KC: usize = 288;
 /// Columns of B packed at a time.
 const NC: usize = 2048;
+/// Elements of B packed at a time, unless one strip has more: 16 MiB.
+const PACKED: usize = 1 << 22;
 /// Rows of A that one task packs at most.
 const MC: usize = 192;
 
@@ -68,7 +73,7 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
     if m == 0 || n == 0 {
         return;
     }
-    let kernel = Kernel::best();
+    let kernel = Kernel::best(n);
     let c = &mut c[..(m - 1) * ldc + n];
     if k == 0 {
         let nothing = vec![0.0; n];
@@ -79,66 +84,89 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
     }
     let depth = k.div_ceil(k.div_ceil(KC));
     let rows = task_rows(m, kernel.mr, product.parallel);
+    let nc = NC.min(PACKED / k).next_multiple_of(kernel.nr);
     let mut b_panel = Vec::new();
-    for jc in (0..n).step_by(NC) {
-        let nc = NC.min(n - jc);
-        for pc in (0..k).step_by(depth) {
-            let kc = depth.min(k - pc);
-            pack_b(&mut b_panel, kernel.nr, product, jc..jc + nc, pc..pc + kc);
-            let task = |index: usize, c: &mut [f32]| {
-                let part =
-                    Part { kernel, product, rows: index * rows..m.min((index + 1) * rows), jc, nc, pc, kc };
-                part.run(c, ldc, &b_panel);
-            };
-            if product.parallel {
-                for_chunks(c, rows * ldc, task);
-            } else {
-                c.chunks_mut(rows * ldc).enumerate().for_each(|(index, c)| task(index, c));
-            }
+    for jc in (0..n).step_by(nc) {
+        let columns = jc..n.min(jc + nc);
+        pack_b(&mut b_panel, kernel.nr, depth, product, columns.clone());
+        let task = |index: usize, c: &mut [f32]| {
+            let rows = index * rows..m.min((index + 1) * rows);
+            Part { kernel, product, rows, columns: columns.clone(), depth }.run(c, ldc, &b_panel);
+        };
+        if product.parallel {
+            for_chunks(c, rows * ldc, task);
+        } else {
+            c.chunks_mut(rows * ldc).enumerate().for_each(|(index, c)| task(index, c));
         }
     }
 }
 
-/// Rows a task takes: enough tasks for all threads to end together, whole register tiles each.
+/// Rows a task takes: whole register tiles, and enough tasks for all threads to end together even
+/// when some cost more than others.
 fn task_rows(m: usize, mr: usize, parallel: bool) -> usize {
-    let tasks = if parallel { threads() } else { 1 };
-    let share = m.div_ceil(tasks * m.div_ceil(tasks * MC));
-    share.next_multiple_of(mr)
+    const TASKS_PER_THREAD: usize = 4;
+    let share = if parallel { m.div_ceil(TASKS_PER_THREAD * threads()) } else { m };
+    // Equal shares of at most MC rows.
+    share.div_ceil(share.div_ceil(MC)).next_multiple_of(mr)
 }
 
-/// One task: some rows of C, a range of its columns, a range of the depth.
+/// One task: some rows and columns of C.
 struct Part<'a> {
     kernel: Kernel,
     product: Product<'a>,
-    rows: std::ops::Range<usize>,
-    jc: usize,
-    nc: usize,
-    pc: usize,
-    kc: usize,
+    rows: Range<usize>,
+    columns: Range<usize>,
+    /// How much of the depth is packed together.
+    depth: usize,
 }
 
 impl Part<'_> {
+    /// `b_panel` as [`pack_b`] made it; `c` starts at the first of the rows.
     fn run(&self, c: &mut [f32], ldc: usize, b_panel: &[f32]) {
         let Kernel { mr, nr, .. } = self.kernel;
+        let strips = self.columns.len().div_ceil(nr);
         let mut a_panel = Vec::new();
-        pack_a(&mut a_panel, mr, self.product, self.rows.clone(), self.pc..self.pc + self.kc);
-        let first = self.pc == 0;
         let mut tile = [0f32; MAX_TILE];
-        for (jr, b) in b_panel.chunks_exact(nr * self.kc).enumerate() {
-            let j = self.jc + jr * nr;
-            let width = nr.min(self.jc + self.nc - j);
-            for (ir, a) in a_panel.chunks_exact(mr * self.kc).enumerate() {
-                let i = ir * mr;
-                let height = mr.min(self.rows.len() - i);
-                if self.product.lower && self.rows.start + i + height <= j {
-                    continue;
+        let mut b_rest = b_panel;
+        for pc in (0..self.product.k).step_by(self.depth) {
+            let kc = self.depth.min(self.product.k - pc);
+            let b_part;
+            (b_part, b_rest) = b_rest.split_at(strips * nr * kc);
+            pack_a(&mut a_panel, mr, self.product, self.rows.clone(), pc..pc + kc);
+            for (jr, b) in b_part.chunks_exact(nr * kc).enumerate() {
+                let j = self.columns.start + jr * nr;
+                let width = nr.min(self.columns.end - j);
+                for (ir, a) in a_panel.chunks_exact(mr * kc).enumerate() {
+                    let i = ir * mr;
+                    let height = mr.min(self.rows.len() - i);
+                    if self.product.lower && self.rows.start + i + height <= j {
+                        continue;
+                    }
+                    let out = &mut c[i * ldc + j..];
+                    prefetch(out, ldc, height, width);
+                    self.kernel.run(kc, a, b, &mut tile);
+                    finish_tile(out, ldc, &tile, (nr, height, width), &self.product, j, pc == 0);
                 }
-                self.kernel.run(self.kc, a, b, &mut tile);
-                let out = &mut c[i * ldc + j..];
-                finish_tile(out, ldc, &tile, (nr, height, width), &self.product, j, first);
             }
         }
     }
+}
+
+/// Asks for a tile of C while its sums are still being made: they are ready sooner than memory is.
+#[inline(always)]
+fn prefetch(c: &[f32], ldc: usize, height: usize, width: usize) {
+    #[cfg(target_arch = "x86_64")]
+    for row in c.chunks(ldc).take(height) {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        const LINE: usize = 16;
+        let last = width.min(row.len()).saturating_sub(1);
+        for at in (0..last).step_by(LINE).chain([last]) {
+            // SAFETY: a hint about memory that the slice owns; every x86-64 has the instruction.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().add(at).cast()) };
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (c, ldc, height, width);
 }
 
 multiversion! {
@@ -178,35 +206,33 @@ fn finish_row(c: &mut [f32], sums: &[f32], product: &Product, j: usize, first: b
     }
 }
 
-/// Strips of `nr` columns, each [kc, nr], zeros beyond the last column.
-fn pack_b(
-    panel: &mut Vec<f32>,
-    nr: usize,
-    product: Product,
-    columns: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
-) {
-    let kc = depth.len();
-    panel.resize(columns.len().div_ceil(nr) * nr * kc, 0.0);
-    let pack = |strip: usize, out: &mut [f32]| {
-        let from = columns.start + strip * nr;
-        pack_strip(out, nr, product.b.t(), from..columns.end.min(from + nr), depth.clone());
+/// For each piece of the depth the strips of `nr` columns, each [kc, nr], zeros beyond the last column.
+fn pack_b(panel: &mut Vec<f32>, nr: usize, depth: usize, product: Product, columns: Range<usize>) {
+    let strips = columns.len().div_ceil(nr);
+    panel.resize(strips * nr * product.k, 0.0);
+    let mut parts = Vec::new();
+    let mut rest = panel.as_mut_slice();
+    for pc in (0..product.k).step_by(depth) {
+        let kc = depth.min(product.k - pc);
+        let part;
+        (part, rest) = rest.split_at_mut(strips * nr * kc);
+        parts.extend(part.chunks_mut(nr * kc).enumerate().map(|(strip, out)| (strip, pc..pc + kc, out)));
+    }
+    let pack = |_, parts: &mut [(usize, Range<usize>, &mut [f32])]| {
+        for (strip, depth, out) in parts {
+            let from = columns.start + *strip * nr;
+            pack_strip(out, nr, product.b.t(), from..columns.end.min(from + nr), depth.clone());
+        }
     };
     if product.parallel {
-        for_chunks(panel, nr * kc, pack);
+        for_chunks(&mut parts, 1, pack);
     } else {
-        panel.chunks_mut(nr * kc).enumerate().for_each(|(strip, out)| pack(strip, out));
+        pack(0, &mut parts);
     }
 }
 
 /// Strips of `mr` rows, each [kc, mr], zeros beyond the last row.
-fn pack_a(
-    panel: &mut Vec<f32>,
-    mr: usize,
-    product: Product,
-    rows: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
-) {
+fn pack_a(panel: &mut Vec<f32>, mr: usize, product: Product, rows: Range<usize>, depth: Range<usize>) {
     let kc = depth.len();
     panel.resize(rows.len().div_ceil(mr) * mr * kc, 0.0);
     for (strip, out) in panel.chunks_exact_mut(mr * kc).enumerate() {
@@ -221,15 +247,34 @@ multiversion! {
         out: &mut [f32],
         width: usize,
         source: Strided,
-        lanes: std::ops::Range<usize>,
-        depth: std::ops::Range<usize>,
+        lanes: Range<usize>,
+        depth: Range<usize>,
     ) {
         if lanes.len() < width {
             out.fill(0.0);
         }
+        #[cfg(target_arch = "x86_64")]
+        if source.col == 1
+            && lanes.len().is_multiple_of(SIDE)
+            && depth.len().is_multiple_of(SIDE)
+            && is_x86_feature_detected!("avx2")
+        {
+            let from = lanes.start * source.row + depth.start;
+            let end = if lanes.is_empty() { from } else { from + (lanes.len() - 1) * source.row + depth.len() };
+            let shape = (lanes.len(), depth.len());
+            // SAFETY: the processor has AVX2; `end` bounds what is read, `out` has `width` floats a step.
+            match source.values {
+                Values::F32(v) => return unsafe { x86::turn_f32(out, width, &v[from..end], source.row, shape) },
+                Values::BF16(v) => return unsafe { x86::turn_bf16(out, width, &v[from..end], source.row, shape) },
+                Values::F16(_) => {}
+            }
+        }
         match source.values {
             Values::F32(values) => copy_strip(out, width, source, lanes, depth, |from, out| {
-                out.copy_from_slice(&values[from..from + out.len()]);
+                let part = &values[from..from + out.len()];
+                for (out, x) in out.iter_mut().zip(part) {
+                    *out = *x;
+                }
             }),
             Values::BF16(values) => copy_strip(out, width, source, lanes, depth, |from, out| {
                 let part = &values[from..from + out.len()];
@@ -250,8 +295,8 @@ fn copy_strip(
     out: &mut [f32],
     width: usize,
     source: Strided,
-    lanes: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
+    lanes: Range<usize>,
+    depth: Range<usize>,
     run: impl Fn(usize, &mut [f32]),
 ) {
     let (first, count) = (lanes.start, lanes.len());
@@ -264,7 +309,6 @@ fn copy_strip(
     }
     // Depth lies side by side (or nothing does): squares of eight by eight are read along it and
     // turned around in registers.
-    const SIDE: usize = 8;
     let mut square = [[0f32; SIDE]; SIDE];
     for p0 in (0..depth.len()).step_by(SIDE) {
         let steps = SIDE.min(depth.len() - p0);
@@ -297,6 +341,9 @@ fn copy_strip(
     }
 }
 
+/// Side of the squares that are turned around at a time.
+const SIDE: usize = 8;
+
 const MAX_TILE: usize = 12 * 32;
 
 /// A register tile: `mr` rows by `nr` columns.
@@ -308,18 +355,28 @@ struct Kernel {
 }
 
 impl Kernel {
-    fn best() -> Self {
+    /// For products with `n` columns.
+    fn best(n: usize) -> Self {
         #[cfg(target_arch = "x86_64")]
         {
             if is_x86_feature_detected!("avx512f") {
-                // SAFETY: the processor has AVX-512F, as just checked.
-                return Self { mr: 12, nr: 32, run: |kc, a, b, tile| unsafe { x86::avx512(kc, a, b, tile) } };
+                // Fewer loads for each product, but strips of 48 columns waste more on the last one.
+                if n.next_multiple_of(48) * 16 <= n.next_multiple_of(32) * 17 {
+                    // SAFETY: the processor has AVX-512F, as just checked.
+                    let run =
+                        |kc, a: &[_], b: &[_], tile: &mut _| unsafe { x86::avx512_wide(kc, a, b, tile) };
+                    return Self { mr: 8, nr: 48, run };
+                }
+                // SAFETY: as above.
+                let run = |kc, a: &[_], b: &[_], tile: &mut _| unsafe { x86::avx512(kc, a, b, tile) };
+                return Self { mr: 12, nr: 32, run };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
                 // SAFETY: the processor has AVX2 and FMA, as just checked.
                 return Self { mr: 6, nr: 16, run: |kc, a, b, tile| unsafe { x86::avx2(kc, a, b, tile) } };
             }
         }
+        let _ = n;
         Self { mr: 4, nr: 8, run: plain }
     }
 
@@ -350,32 +407,143 @@ fn plain(_kc: usize, a: &[f32], b: &[f32], tile: &mut [f32; MAX_TILE]) {
 mod x86 {
     use std::arch::x86_64::*;
 
+    use half::bf16;
+
     use super::MAX_TILE;
+
+    /// out[p][l] = source[l][p] for shape = (lanes, steps), both multiples of 8.
+    ///
+    /// # Safety
+    /// `source` holds `lanes` rows that start `row` apart, `out` at least `width` ≥ `lanes` floats for
+    /// each step.
+    #[target_feature(enable = "avx2")]
+    pub unsafe fn turn_f32(out: &mut [f32], width: usize, source: &[f32], row: usize, shape: (usize, usize)) {
+        // SAFETY: passed on.
+        unsafe { turn(out, width, source, row, shape, |at| _mm256_loadu_ps(at)) }
+    }
+
+    /// The same, widening.
+    ///
+    /// # Safety
+    /// As for [`turn_f32`].
+    #[target_feature(enable = "avx2")]
+    pub unsafe fn turn_bf16(
+        out: &mut [f32],
+        width: usize,
+        source: &[bf16],
+        row: usize,
+        shape: (usize, usize),
+    ) {
+        // SAFETY: passed on.
+        unsafe {
+            turn(out, width, source, row, shape, |at| {
+                let halves = _mm256_cvtepu16_epi32(_mm_loadu_si128(at.cast()));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(halves))
+            });
+        }
+    }
+
+    /// Squares of eight by eight: pairs of rows are interleaved by elements, by pairs and by halves.
+    #[target_feature(enable = "avx2")]
+    #[inline]
+    unsafe fn turn<T>(
+        out: &mut [f32],
+        width: usize,
+        source: &[T],
+        row: usize,
+        (lanes, steps): (usize, usize),
+        load: impl Fn(*const T) -> __m256,
+    ) {
+        debug_assert!(lanes <= width && steps * width <= out.len());
+        for lane in (0..lanes).step_by(8) {
+            for step in (0..steps).step_by(8) {
+                let mut r = [_mm256_setzero_ps(); 8];
+                for (l, r) in r.iter_mut().enumerate() {
+                    // SAFETY: within the rows that the caller guarantees.
+                    *r = load(unsafe { source.as_ptr().add((lane + l) * row + step) });
+                }
+                let mut pairs = [_mm256_setzero_ps(); 8];
+                for i in 0..4 {
+                    pairs[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+                    pairs[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+                }
+                let mut fours = [_mm256_setzero_ps(); 8];
+                for half in [0, 4] {
+                    for i in 0..2 {
+                        let (low, high) = (pairs[half + i], pairs[half + i + 2]);
+                        fours[half + 2 * i] = _mm256_shuffle_ps::<0x44>(low, high);
+                        fours[half + 2 * i + 1] = _mm256_shuffle_ps::<0xee>(low, high);
+                    }
+                }
+                for i in 0..4 {
+                    let (low, high) = (fours[i], fours[i + 4]);
+                    // SAFETY: within the steps that the caller guarantees.
+                    unsafe {
+                        let at = out.as_mut_ptr().add((step + i) * width + lane);
+                        _mm256_storeu_ps(at, _mm256_permute2f128_ps::<0x20>(low, high));
+                        _mm256_storeu_ps(at.add(4 * width), _mm256_permute2f128_ps::<0x31>(low, high));
+                    }
+                }
+            }
+        }
+    }
 
     /// # Safety
     /// `a` holds 12 and `b` 32 floats for each of `kc` steps.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn avx512(kc: usize, a: &[f32], b: &[f32], tile: &mut [f32; MAX_TILE]) {
-        let (mut a, mut b) = (a.as_ptr(), b.as_ptr());
-        let mut sums = [[_mm512_setzero_ps(); 2]; 12];
-        for _ in 0..kc {
-            // SAFETY: within the lengths that the caller guarantees.
+        // SAFETY: within the lengths that the caller guarantees.
+        unsafe { avx512_tile::<12, 2>(kc, a.as_ptr(), b.as_ptr(), tile.as_mut_ptr()) }
+    }
+
+    /// # Safety
+    /// `a` holds 8 and `b` 48 floats for each of `kc` steps.
+    #[target_feature(enable = "avx512f")]
+    pub unsafe fn avx512_wide(kc: usize, a: &[f32], b: &[f32], tile: &mut [f32; MAX_TILE]) {
+        // SAFETY: within the lengths that the caller guarantees.
+        unsafe { avx512_tile::<8, 3>(kc, a.as_ptr(), b.as_ptr(), tile.as_mut_ptr()) }
+    }
+
+    /// A tile of `MR` rows and `VECTORS` times 16 columns.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    unsafe fn avx512_tile<const MR: usize, const VECTORS: usize>(
+        kc: usize,
+        a: *const f32,
+        b: *const f32,
+        tile: *mut f32,
+    ) {
+        let mut sums = [[_mm512_setzero_ps(); VECTORS]; MR];
+        let step = |p: usize, sums: &mut [[__m512; VECTORS]; MR]| {
+            // SAFETY: the caller has `kc` steps of both.
             unsafe {
-                let (b0, b1) = (_mm512_loadu_ps(b), _mm512_loadu_ps(b.add(16)));
-                for (i, sum) in sums.iter_mut().enumerate() {
-                    let x = _mm512_set1_ps(*a.add(i));
-                    sum[0] = _mm512_fmadd_ps(x, b0, sum[0]);
-                    sum[1] = _mm512_fmadd_ps(x, b1, sum[1]);
+                let (a, b) = (a.add(p * MR), b.add(p * VECTORS * 16));
+                let mut columns = [_mm512_setzero_ps(); VECTORS];
+                for (v, column) in columns.iter_mut().enumerate() {
+                    *column = _mm512_loadu_ps(b.add(16 * v));
                 }
-                a = a.add(12);
-                b = b.add(32);
+                for (i, row) in sums.iter_mut().enumerate() {
+                    let x = _mm512_set1_ps(*a.add(i));
+                    for (sum, column) in row.iter_mut().zip(columns) {
+                        *sum = _mm512_fmadd_ps(x, column, *sum);
+                    }
+                }
+            }
+        };
+        // Four steps a turn: the loop's own work is then small beside theirs.
+        let whole = kc / 4 * 4;
+        for p in (0..whole).step_by(4) {
+            for q in 0..4 {
+                step(p + q, &mut sums);
             }
         }
-        for (row, sum) in tile.chunks_exact_mut(32).zip(sums) {
-            // SAFETY: each row has 32 floats.
-            unsafe {
-                _mm512_storeu_ps(row.as_mut_ptr(), sum[0]);
-                _mm512_storeu_ps(row.as_mut_ptr().add(16), sum[1]);
+        for p in whole..kc {
+            step(p, &mut sums);
+        }
+        for (i, row) in sums.into_iter().enumerate() {
+            for (v, sum) in row.into_iter().enumerate() {
+                // SAFETY: the tile holds MR · VECTORS · 16 floats.
+                unsafe { _mm512_storeu_ps(tile.add((i * VECTORS + v) * 16), sum) };
             }
         }
     }

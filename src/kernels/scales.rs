@@ -4,11 +4,12 @@
 //! their scale may be negative, which gives the longer tail the end that has one code more.
 
 use super::parallel::for_chunks;
-use super::simd::multiversion;
+use super::simd::{cut, largest, multiversion};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 
 /// How a scale is found.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -128,8 +129,7 @@ fn cpu(kind: GridKind, columns: Columns, grid: &mut Grid) -> Result<()> {
 
 /// Scale and zero point of one group.
 pub fn fit_group(kind: GridKind, w: &[f32], importance: &[f32]) -> (f32, f32) {
-    let low = w.iter().fold(0f32, |min, &x| min.min(x));
-    let high = w.iter().fold(0f32, |max, &x| max.max(x));
+    let (low, high) = range(w);
     if low == 0.0 && high == 0.0 {
         return (1.0, kind.middle());
     }
@@ -147,20 +147,70 @@ pub fn fit_group(kind: GridKind, w: &[f32], importance: &[f32]) -> (f32, f32) {
             }
             best.1
         }
-        Fit::Weighted => {
-            let mut best = (f32::INFINITY, min_max(kind, low, high, 1.0));
-            for step in 0..=80 {
-                let size = 1.05 - step as f32 / 100.0;
-                let (scale, zero) = min_max(kind, low, high, size);
-                let (plus, minus) = weighted_losses(w, importance, scale, zero, kind.maxq());
-                if plus < best.0 {
-                    best = (plus, (scale, zero));
-                }
-                if kind.sym && minus < best.0 {
-                    best = (minus, (-scale, zero));
-                }
+        Fit::Weighted => weighted_search(kind, w, importance, low, high),
+    }
+}
+
+multiversion! {
+    /// The smallest and the largest weight, 0 included.
+    fn range(w: &[f32]) -> (f32, f32) {
+        (-largest(w, |x| -x).max(0.0), largest(w, |x| x).max(0.0))
+    }
+}
+
+/// Sizes of the scale that [`Fit::Weighted`] tries.
+const SIZES: usize = 81;
+
+fn weighted_search(kind: GridKind, w: &[f32], importance: &[f32], low: f32, high: f32) -> (f32, f32) {
+    let sizes: [f32; SIZES] = std::array::from_fn(|step| 1.05 - step as f32 / 100.0);
+    let mut scales = sizes.map(|size| unrounded_scale(kind, low, high, size));
+    round_scales(kind, &mut scales);
+    let grids: [_; SIZES] = std::array::from_fn(|c| with_zero(kind, low, high, sizes[c], scales[c]));
+    let mut candidates = Candidates {
+        scale: grids.map(|(scale, _)| scale),
+        inverse: grids.map(|(scale, _)| 1.0 / scale),
+        low: grids.map(|(_, zero)| -zero),
+        high: grids.map(|(_, zero)| kind.maxq() - zero),
+        plus: [0.0; SIZES],
+        minus: [0.0; SIZES],
+    };
+    weighted_losses(&mut candidates, w, importance);
+    let mut best = (f32::INFINITY, min_max(kind, low, high, 1.0));
+    for (step, &(scale, zero)) in grids.iter().enumerate() {
+        if candidates.plus[step] < best.0 {
+            best = (candidates.plus[step], (scale, zero));
+        }
+        if kind.sym && candidates.minus[step] < best.0 {
+            best = (candidates.minus[step], (-scale, zero));
+        }
+    }
+    best.1
+}
+
+/// Grids tried side by side, and their losses.
+struct Candidates {
+    scale: [f32; SIZES],
+    inverse: [f32; SIZES],
+    /// The smallest and the largest code, less the zero point.
+    low: [f32; SIZES],
+    high: [f32; SIZES],
+    /// Σ importance·(w − ŵ)² with the scale, and with its negative: the same rounded quotients, cut
+    /// off at mirrored ends.
+    plus: [f32; SIZES],
+    minus: [f32; SIZES],
+}
+
+multiversion! {
+    fn weighted_losses(candidates: &mut Candidates, w: &[f32], importance: &[f32]) {
+        let Candidates { scale, inverse, low, high, plus, minus } = candidates;
+        for (&w, &importance) in w.iter().zip(importance) {
+            for c in 0..SIZES {
+                let code = (w * inverse[c]).round_ties_even();
+                let missed = w - scale[c] * cut(code, low[c], high[c]);
+                let mirrored = w - scale[c] * cut(code, -high[c], -low[c]);
+                plus[c] += importance * (missed * missed);
+                minus[c] += importance * (mirrored * mirrored);
             }
-            best.1
         }
     }
 }
@@ -171,62 +221,43 @@ pub fn fit_group(kind: GridKind, w: &[f32], importance: &[f32]) -> (f32, f32) {
 /// loses its upper half; here such a group keeps its full range. Zero points stay at least 1, since
 /// the GPTQ v1 format stores zero − 1 and readers disagree about 0.
 fn min_max(kind: GridKind, low: f32, high: f32, size: f32) -> (f32, f32) {
-    let maxq = kind.maxq();
+    let mut scale = [unrounded_scale(kind, low, high, size)];
+    round_scales(kind, &mut scale);
+    with_zero(kind, low, high, size, scale[0])
+}
+
+fn unrounded_scale(kind: GridKind, low: f32, high: f32, size: f32) -> f32 {
     if kind.sym {
-        let span = high.max(-low) * size;
-        return (round_scale(kind, 2.0 * span / maxq), kind.middle());
+        2.0 * (high.max(-low) * size) / kind.maxq()
+    } else {
+        (high * size - low * size) / kind.maxq()
     }
-    let (low, high) = (low * size, high * size);
-    let scale = round_scale(kind, (high - low) / maxq);
-    let zero = (-low / scale).round_ties_even();
+}
+
+/// The zero point for a scale, and another scale where the zero point would be below 1.
+fn with_zero(kind: GridKind, low: f32, high: f32, size: f32, scale: f32) -> (f32, f32) {
+    if kind.sym {
+        return (scale, kind.middle());
+    }
+    let zero = (-(low * size) / scale).round_ties_even();
     if zero >= 1.0 {
-        return (scale, zero.min(maxq));
+        return (scale, zero.min(kind.maxq()));
     }
-    (round_scale(kind, high / (maxq - 1.0)), 1.0)
+    let mut scale = [high * size / (kind.maxq() - 1.0)];
+    round_scales(kind, &mut scale);
+    (scale[0], 1.0)
 }
 
 /// Rounds to what the file stores, never to 0.
-fn round_scale(kind: GridKind, scale: f32) -> f32 {
-    match kind.scale_type {
-        ScaleType::F32 => scale,
-        ScaleType::F16 => f16::from_f32(scale).to_f32().max(f16::MIN_POSITIVE_SUBNORMAL.to_f32()),
-    }
-}
-
-const LANES: usize = 16;
-
-multiversion! {
-    /// Σ importance·(w − ŵ)² with `scale` and with −`scale`: the same rounded quotients, cut off at
-    /// mirrored ends.
-    fn weighted_losses(w: &[f32], importance: &[f32], scale: f32, zero: f32, maxq: f32) -> (f32, f32) {
-        let inverse = 1.0 / scale;
-        let (low, high) = (-zero, maxq - zero);
-        let terms = |w: f32, importance: f32| {
-            let code = (w * inverse).round_ties_even();
-            let plus = w - scale * code.max(low).min(high);
-            let minus = w - scale * code.max(-high).min(-low);
-            (importance * (plus * plus), importance * (minus * minus))
-        };
-        let (mut plus, mut minus) = ([0f32; LANES], [0f32; LANES]);
-        let whole = w.len() / LANES * LANES;
-        for (w, importance) in w[..whole].chunks_exact(LANES).zip(importance[..whole].chunks_exact(LANES)) {
-            for l in 0..LANES {
-                let (p, m) = terms(w[l], importance[l]);
-                plus[l] += p;
-                minus[l] += m;
-            }
+fn round_scales(kind: GridKind, scales: &mut [f32]) {
+    if kind.scale_type == ScaleType::F16 {
+        let mut stored = [f16::ZERO; SIZES];
+        let stored = &mut stored[..scales.len()];
+        stored.convert_from_f32_slice(scales);
+        stored.convert_to_f32_slice(scales);
+        for scale in scales {
+            *scale = scale.max(f16::MIN_POSITIVE_SUBNORMAL.to_f32());
         }
-        let (mut sum_plus, mut sum_minus) = (0.0, 0.0);
-        for l in 0..LANES {
-            sum_plus += plus[l];
-            sum_minus += minus[l];
-        }
-        for (&w, &importance) in w[whole..].iter().zip(&importance[whole..]) {
-            let (p, m) = terms(w, importance);
-            sum_plus += p;
-            sum_minus += m;
-        }
-        (sum_plus, sum_minus)
     }
 }
 
@@ -234,7 +265,7 @@ multiversion! {
 fn power_loss(w: &[f32], scale: f32, zero: f32, maxq: f32) -> f32 {
     w.iter()
         .map(|&w| {
-            let code = (w / scale).round_ties_even().max(-zero).min(maxq - zero);
+            let code = cut((w / scale).round_ties_even(), -zero, maxq - zero);
             (w - scale * code).abs().powf(2.4)
         })
         .sum()
@@ -323,7 +354,8 @@ mod tests {
     }
 
     fn loss(kind: GridKind, w: &[f32], (scale, zero): (f32, f32)) -> f32 {
-        weighted_losses(w, &vec![1.0; w.len()], scale, zero, kind.maxq()).0
+        let miss = |&w: &f32| w - scale * cut((w / scale).round_ties_even(), -zero, kind.maxq() - zero);
+        w.iter().map(|w| miss(w).powi(2)).sum()
     }
 
     #[test]

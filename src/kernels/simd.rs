@@ -65,6 +65,13 @@ pub fn exp(x: f32) -> f32 {
     (p * (r * r) + r + 1.0) * power
 }
 
+/// `x` between `low` and `high`: one instruction each, where `f32::max` and `f32::min` also look for NaN.
+#[inline(always)]
+pub fn cut(x: f32, low: f32, high: f32) -> f32 {
+    let x = if x > low { x } else { low };
+    if x < high { x } else { high }
+}
+
 /// Σ f(x), in a fixed order.
 #[inline(always)]
 pub fn sum(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
@@ -82,20 +89,20 @@ pub fn sum(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     fold(lanes, |a, b| a + b)
 }
 
-/// The largest value, −∞ of none; NaN is passed over.
+/// The largest f(x), −∞ of none; NaN is passed over.
 #[inline(always)]
-pub fn max(values: &[f32]) -> f32 {
+pub fn largest(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let chunks = values.chunks_exact(LANES);
     let tail = chunks.remainder();
     for chunk in chunks {
         for (lane, &x) in lanes.iter_mut().zip(chunk) {
-            *lane = larger(*lane, x);
+            *lane = larger(*lane, f(x));
         }
     }
     for (lane, &x) in lanes.iter_mut().zip(tail) {
-        *lane = larger(*lane, x);
+        *lane = larger(*lane, f(x));
     }
     fold(lanes, larger)
 }
@@ -155,7 +162,7 @@ mod tests {
             let x = noise(len, 3);
             let want: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
             assert!((f64::from(sum(&x, |x| x * x)) - want).abs() <= 1e-5 * want);
-            assert_eq!(max(&x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
+            assert_eq!(largest(&x, |x| x), x.iter().copied().fold(f32::NEG_INFINITY, f32::max));
             let mut e = x.clone();
             let total = exp_and_sum(&mut e, 0.5);
             let want: f64 = x.iter().map(|&x| (f64::from(x) - 0.5).exp()).sum();

@@ -11,7 +11,7 @@
 
 use super::parallel::for_chunks;
 use super::scales::Grid;
-use super::simd::multiversion;
+use super::simd::{cut, multiversion};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
@@ -59,8 +59,9 @@ pub fn sweep(w: &mut Tensor, block: Block, grid: &Grid, codes: &mut Tensor, loss
     }
 }
 
-/// Rows that go through the loop side by side, one in each lane of a vector.
-const LANES: usize = 16;
+/// Rows that go through the loop side by side. Their weights (32 KiB for 128 columns) stay in the
+/// first-level cache.
+const LANES: usize = 64;
 
 /// What every row group needs.
 struct Shared<'a> {
@@ -70,19 +71,17 @@ struct Shared<'a> {
     maxq: f32,
 }
 
-/// One column's worth of rows.
-type Column = [f32; LANES];
-
-/// The rows of one group: weights in, errors and codes out.
+/// The rows of one group: weights in, errors and codes out; each [.., lanes], a lane for each row.
 struct Rows {
+    lanes: usize,
     /// [width] compensated weights, then errors against the original weights.
-    weights: Vec<Column>,
-    original: Vec<Column>,
-    codes: Vec<Column>,
+    weights: Vec<f32>,
+    original: Vec<f32>,
+    codes: Vec<u8>,
     /// [groups] each.
-    scales: Vec<Column>,
-    zeros: Vec<Column>,
-    loss: Column,
+    scales: Vec<f32>,
+    zeros: Vec<f32>,
+    loss: Vec<f32>,
 }
 
 fn cpu(w: &mut Tensor, block: Block, grid: &Grid, codes: &mut Tensor, loss: &mut Tensor) -> Result<()> {
@@ -110,30 +109,40 @@ fn cpu(w: &mut Tensor, block: Block, grid: &Grid, codes: &mut Tensor, loss: &mut
     for_chunks(&mut slices, 1, |index, slice| {
         let slice = &mut slice[0];
         let (first, count) = (index * LANES, slice.loss.len());
+        let lanes = count;
         let mut rows = Rows {
-            weights: vec![[0.0; LANES]; width],
-            original: vec![[0.0; LANES]; width],
-            codes: vec![[0.0; LANES]; width],
-            scales: vec![[1.0; LANES]; groups],
-            zeros: vec![[0.0; LANES]; groups],
-            loss: [0.0; LANES],
+            lanes,
+            weights: vec![0.0; width * lanes],
+            original: vec![0.0; width * lanes],
+            codes: vec![0; width * lanes],
+            scales: vec![1.0; groups * lanes],
+            zeros: vec![0.0; groups * lanes],
+            loss: vec![0.0; lanes],
         };
-        for lane in 0..count {
-            for j in 0..width {
-                rows.original[j][lane] = slice.w[lane * n + start + j];
-                let added = compensation.map_or(0.0, |c| c[(first + lane) * width + j]);
-                rows.weights[j][lane] = rows.original[j][lane] + added;
+        for lane in 0..lanes {
+            for (j, &w) in slice.w[lane * n + start..][..width].iter().enumerate() {
+                rows.original[j * lanes + lane] = w;
             }
             for g in 0..groups {
-                rows.scales[g][lane] = scales[(first + lane) * groups + g];
-                rows.zeros[g][lane] = zeros[(first + lane) * groups + g];
+                rows.scales[g * lanes + lane] = scales[(first + lane) * groups + g];
+                rows.zeros[g * lanes + lane] = zeros[(first + lane) * groups + g];
+            }
+        }
+        rows.weights.copy_from_slice(&rows.original);
+        if let Some(compensation) = compensation {
+            for (lane, added) in compensation[first * width..].chunks(width).take(lanes).enumerate() {
+                for (j, added) in added.iter().enumerate() {
+                    rows.weights[j * lanes + lane] += added;
+                }
             }
         }
         sweep_rows(&shared, &mut rows);
-        for lane in 0..count {
+        for lane in 0..lanes {
+            for (j, w) in slice.w[lane * n + start..][..width].iter_mut().enumerate() {
+                *w = rows.weights[j * lanes + lane];
+            }
             for j in 0..width {
-                slice.w[lane * n + start + j] = rows.weights[j][lane];
-                slice.codes[lane * n + columns[2 * j] as usize] = rows.codes[j][lane] as u8;
+                slice.codes[lane * n + columns[2 * j] as usize] = rows.codes[j * lanes + lane];
             }
             slice.loss[lane] += rows.loss[lane];
         }
@@ -143,27 +152,35 @@ fn cpu(w: &mut Tensor, block: Block, grid: &Grid, codes: &mut Tensor, loss: &mut
 
 multiversion! {
     fn sweep_rows(shared: &Shared, rows: &mut Rows) {
+        // A number that is not known here keeps compilers at vectors of lanes; with a constant they
+        // unroll the lanes and make vectors of columns, slowly.
+        let lanes = rows.lanes;
+        let mut error = vec![0f32; lanes];
         for j in (0..shared.width).rev() {
-            let group = shared.columns[2 * j + 1] as usize;
-            let (scale, zero) = (rows.scales[group], rows.zeros[group]);
-            let (before, rest) = rows.weights.split_at_mut(j);
-            let w = &mut rest[0];
-            let mut error = [0f32; LANES];
-            for l in 0..LANES {
-                let code = ((w[l] / scale[l]).round_ties_even() + zero[l]).max(0.0).min(shared.maxq);
+            let group = shared.columns[2 * j + 1] as usize * lanes;
+            let (scale, zero) = (&rows.scales[group..group + lanes], &rows.zeros[group..group + lanes]);
+            let (before, rest) = rows.weights.split_at_mut(j * lanes);
+            let w = &mut rest[..lanes];
+            let original = &rows.original[j * lanes..(j + 1) * lanes];
+            let codes = &mut rows.codes[j * lanes..(j + 1) * lanes];
+            let error = &mut error[..lanes];
+            for l in 0..lanes {
+                let code = cut((w[l] / scale[l]).round_ties_even() + zero[l], 0.0, shared.maxq);
                 let value = scale[l] * (code - zero[l]);
                 error[l] = w[l] - value;
-                rows.codes[j][l] = code;
-                w[l] = rows.original[j][l] - value;
+                // SAFETY: a whole number from 0 to maxq, at most 255.
+                codes[l] = unsafe { code.to_int_unchecked() };
+                w[l] = original[l] - value;
             }
             let Some(inverse) = shared.inverse else { continue };
             let row = &inverse[j * shared.width..(j + 1) * shared.width];
-            for (error, loss) in error.iter_mut().zip(&mut rows.loss) {
-                *error /= row[j];
-                *loss += *error * *error;
+            let loss = &mut rows.loss[..lanes];
+            for l in 0..lanes {
+                error[l] /= row[j];
+                loss[l] += error[l] * error[l];
             }
-            for (w, &factor) in before.iter_mut().zip(row) {
-                for l in 0..LANES {
+            for (w, &factor) in before.chunks_exact_mut(lanes).zip(row) {
+                for l in 0..lanes {
                     w[l] -= error[l] * factor;
                 }
             }
