@@ -2,10 +2,9 @@
 //!
 //! Every figure is the best of several runs of one process; compare figures of one run only.
 
-use std::path::PathBuf;
 use std::time::Instant;
 
-use super::options::{DeviceArgs, SchemeArgs};
+use super::options::{DeviceArgs, JobArgs, SchemeArgs};
 use super::{open, table};
 use crate::device::Device;
 use crate::error::Result;
@@ -61,15 +60,11 @@ struct LayerArgs {
 
 #[derive(clap::Args)]
 struct ModelArgs {
-    model: PathBuf,
     #[command(flatten)]
-    scheme: SchemeArgs,
-    #[command(flatten)]
-    calibration: super::options::CalibrationArgs,
-    #[command(flatten)]
-    memory: super::options::MemoryArgs,
-    #[command(flatten)]
-    common: Common,
+    job: JobArgs,
+    /// Print one JSON array
+    #[arg(long)]
+    json: bool,
 }
 
 pub async fn run(args: Args) -> Result<()> {
@@ -231,15 +226,7 @@ async fn bench_layer(args: LayerArgs) -> Result<()> {
 }
 
 async fn bench_model(args: ModelArgs) -> Result<()> {
-    let request = super::plan::Request {
-        model: &args.model,
-        scheme: &args.scheme,
-        calibration: &args.calibration,
-        device: &args.common.device,
-        memory: &args.memory,
-        text_optional: false,
-        batch_tokens: None,
-    };
+    let request = super::plan::Request { job: &args.job, text_optional: false, batch_tokens: None };
     let prepared = super::plan::prepare(request).await?;
     let sink = std::rc::Rc::new(crate::storage::memory::MemorySink::new());
     let options = crate::pipeline::RunOptions { calibration: String::new(), resume: false };
@@ -252,6 +239,6 @@ async fn bench_model(args: ModelArgs) -> Result<()> {
         .map(|(step, seconds)| vec![device.describe(), (*step).to_owned(), format!("{seconds:.3}")])
         .collect();
     rows.push(vec![device.describe(), "all".to_owned(), format!("{:.3}", report.seconds)]);
-    show(args.common.json, &["device", "step", "seconds"], rows);
+    show(args.json, &["device", "step", "seconds"], rows);
     Ok(())
 }

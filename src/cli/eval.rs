@@ -40,8 +40,9 @@ pub async fn run(args: Args) -> Result<()> {
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
     let file = open::texts(std::slice::from_ref(&args.text))?.remove(0);
     let segments = evaluation_segments(&text, &file, args.seq_len, args.samples)?;
-    let (stop, bar) = (stop_flag(), ProgressBar::new(config.layers as u64));
-    let result = perplexity(&stored, &segments, &device, |done, _| {
+    let (stop, bar) = (stop_flag(), ProgressBar::new(0));
+    let result = perplexity(&stored, &segments, &device, |done, all| {
+        bar.set_length(all as u64);
         bar.set_position(done as u64);
         !stop.load(Ordering::SeqCst)
     })

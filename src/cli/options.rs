@@ -81,6 +81,21 @@ impl SchemeArgs {
     }
 }
 
+/// What every job on a model takes.
+#[derive(Args, Clone)]
+pub struct JobArgs {
+    /// Directory with config.json, tokenizer.json and safetensors in f32, f16 or bf16
+    pub model: std::path::PathBuf,
+    #[command(flatten)]
+    pub scheme: SchemeArgs,
+    #[command(flatten)]
+    pub calibration: CalibrationArgs,
+    #[command(flatten)]
+    pub device: DeviceArgs,
+    #[command(flatten)]
+    pub memory: MemoryArgs,
+}
+
 /// The calibration text.
 #[derive(Args, Clone)]
 pub struct CalibrationArgs {

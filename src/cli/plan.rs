@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use super::open;
-use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
+use super::options::JobArgs;
 use super::table;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -16,19 +16,11 @@ use crate::text::{DEFAULT_SAMPLES, Segments};
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory with config.json, tokenizer.json and safetensors
-    model: PathBuf,
+    #[command(flatten)]
+    job: JobArgs,
     /// Where the result would go; only its disk is looked at
     #[arg(long)]
     out: Option<PathBuf>,
-    #[command(flatten)]
-    scheme: SchemeArgs,
-    #[command(flatten)]
-    calibration: CalibrationArgs,
-    #[command(flatten)]
-    device: DeviceArgs,
-    #[command(flatten)]
-    memory: MemoryArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -44,11 +36,7 @@ pub struct Prepared {
 
 /// What a plan is made from.
 pub struct Request<'a> {
-    pub model: &'a Path,
-    pub scheme: &'a SchemeArgs,
-    pub calibration: &'a CalibrationArgs,
-    pub device: &'a DeviceArgs,
-    pub memory: &'a MemoryArgs,
+    pub job: &'a JobArgs,
     /// Without calibration text, assume as many tokens as asked for.
     pub text_optional: bool,
     /// Those of a stopped run.
@@ -57,17 +45,17 @@ pub struct Request<'a> {
 
 /// Opens everything and makes the plan.
 pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
-    let Request { calibration, .. } = request;
-    let scheme = request.scheme.scheme()?;
-    let stored = open::model(request.model).await?;
+    let JobArgs { model, scheme, calibration, device, memory } = request.job;
+    let scheme = scheme.scheme()?;
+    let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
     let config = ModelConfig::parse(stored.checkpoint.config())?;
-    let device = open::device(request.device).await?;
+    let device = open::device(device).await?;
     let mut options = PlanOptions {
         scheme,
         tokens: 0,
         longest: 0,
-        max_memory: open::memory(request.memory),
+        max_memory: open::memory(memory),
         batch_tokens: request.batch_tokens,
     };
     let segments = if !options.scheme.needs_inputs() {
@@ -131,15 +119,7 @@ async fn estimate(plan: &Plan, device: &Device) -> Result<f64> {
 }
 
 pub async fn run(args: Args) -> Result<()> {
-    let request = Request {
-        model: &args.model,
-        scheme: &args.scheme,
-        calibration: &args.calibration,
-        device: &args.device,
-        memory: &args.memory,
-        text_optional: true,
-        batch_tokens: None,
-    };
+    let request = Request { job: &args.job, text_optional: true, batch_tokens: None };
     let Prepared { stored, segments, device, plan } = prepare(request).await?;
     if let Some(out) = &args.out {
         check_disk(&plan, out)?;

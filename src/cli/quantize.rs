@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use super::open;
-use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
+use super::options::JobArgs;
 use super::plan::{Prepared, Request, check_disk, prepare};
 use super::progress::{Terminal, stop_flag};
 use crate::checkpoint::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE};
@@ -18,19 +18,11 @@ use crate::storage::native::DirSink;
 
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory with config.json, tokenizer.json and safetensors in f32, f16 or bf16
-    model: PathBuf,
+    #[command(flatten)]
+    job: JobArgs,
     /// Directory for the result; must be new or empty
     #[arg(long)]
     out: PathBuf,
-    #[command(flatten)]
-    scheme: SchemeArgs,
-    #[command(flatten)]
-    calibration: CalibrationArgs,
-    #[command(flatten)]
-    device: DeviceArgs,
-    #[command(flatten)]
-    memory: MemoryArgs,
     /// Go on with a stopped run in --out
     #[arg(long)]
     resume: bool,
@@ -49,11 +41,7 @@ pub async fn run(args: Args) -> Result<()> {
         false => None,
     };
     let request = Request {
-        model: &args.model,
-        scheme: &args.scheme,
-        calibration: &args.calibration,
-        device: &args.device,
-        memory: &args.memory,
+        job: &args.job,
         text_optional: false,
         batch_tokens: stopped.map(|journal| journal.inputs.batch_tokens),
     };
@@ -70,14 +58,15 @@ pub async fn run(args: Args) -> Result<()> {
         };
         say!(
             "{}: {}, {} layers, {} on {}\n{from}",
-            args.model.display(),
+            args.job.model.display(),
             plan.config.family.name(),
             plan.config.layers,
             human_bytes(stored.checkpoint.total_bytes()),
             device.describe()
         );
     }
-    let options = RunOptions { calibration: open::calibration_name(&args.calibration), resume: args.resume };
+    let options =
+        RunOptions { calibration: open::calibration_name(&args.job.calibration), resume: args.resume };
     let mut terminal = Terminal::new(stop, !args.json);
     let outcome =
         run_pipeline(&stored, &plan, &segments, &device, sink.clone(), &options, &mut terminal).await;
@@ -118,7 +107,7 @@ fn check_out(args: &Args) -> Result<()> {
         (Ok(a), Ok(b)) => a == b,
         _ => false,
     };
-    if same(&args.model, &args.out) {
+    if same(&args.job.model, &args.out) {
         return Err(Error::options("--out is the model's own directory", "Give another directory"));
     }
     if args.resume && !args.out.join(JOURNAL).exists() {

@@ -2,6 +2,7 @@
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::kernels::rope::RopeTable;
 use crate::model::{Block, Embedding, Head, ModelConfig, Stored};
 use crate::pipeline::stream::Batches;
 use crate::text::Segments;
@@ -20,6 +21,10 @@ pub struct Perplexity {
 /// Tokens of a micro-batch.
 const BATCH_TOKENS: usize = 2048;
 
+/// Bytes of hidden states held between blocks. A longer text goes through the model in parts, each of
+/// which reads the weights again: that costs little beside the products of so many tokens.
+const STREAM_BYTES: usize = 256 << 20;
+
 /// Scores `segments` row by row. Only one block's weights are in memory at a time.
 ///
 /// `progress` hears the blocks done and their number, once for each micro-batch, and stops the
@@ -31,41 +36,31 @@ pub async fn perplexity(
     stored: &Stored,
     segments: &Segments,
     device: &Device,
+    progress: impl FnMut(usize, usize) -> bool,
+) -> Result<Perplexity> {
+    in_parts(stored, segments, device, STREAM_BYTES, progress).await
+}
+
+async fn in_parts(
+    stored: &Stored,
+    segments: &Segments,
+    device: &Device,
+    stream_bytes: usize,
     mut progress: impl FnMut(usize, usize) -> bool,
 ) -> Result<Perplexity> {
     let begun = web_time::Instant::now();
     let config = ModelConfig::parse(stored.checkpoint.config())?;
-    let batches = Batches::new(&segments.rows, BATCH_TOKENS);
-    let rope = config.rope.table(device, config.head_dim, batches.longest())?;
-    let ids: Vec<u32> = segments.rows.iter().flatten().copied().collect();
-    let embedding = Embedding::load_rows(&config, stored, device, ids).await?;
-    let mut stream = batches.embed(&embedding, device, true).await?;
-    drop(embedding);
-    for layer in 0..config.layers {
-        let block = Block::load(&config, layer, stored, device).await?;
-        for batch in 0..batches.len() {
-            go_on(progress(layer, config.layers))?;
-            let Some(mut h) = stream.take(batch)? else { continue };
-            block.forward(&mut h, batches.get(batch).seq_len, &rope)?;
-            stream.put(batch, h).await?;
-            device.settle().await?;
-        }
-    }
-    let head = Head::load(&config, stored, device).await?;
+    let longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
+    let rope = config.rope.table(device, config.head_dim, longest)?;
+    let fitting = stream_bytes / (4 * config.hidden_size * longest.max(1));
+    let parts: Vec<&[Vec<u32>]> = segments.rows.chunks(fitting.max(1)).collect();
     let (mut sum, mut tokens) = (0f64, 0);
-    for batch in 0..batches.len() {
-        go_on(progress(config.layers, config.layers))?;
-        let Some(h) = stream.take(batch)? else { continue };
-        let (ids, seq_len) = (&batches.get(batch).ids, batches.get(batch).seq_len);
-        // The last row of a sequence predicts a token that is not there; its target is any.
-        let targets: Vec<u32> = (0..ids.len()).map(|i| ids[(i + 1) % ids.len()]).collect();
-        let nll = head.nll(&h, &targets).await?;
-        for (i, nll) in nll.into_iter().enumerate() {
-            if i % seq_len + 1 < seq_len {
-                sum += f64::from(nll);
-                tokens += 1;
-            }
-        }
+    for (part, rows) in parts.iter().enumerate() {
+        let steps = config.layers + 1;
+        let mut step = |done| go_on(progress(part * steps + done, parts.len() * steps));
+        let (part_sum, part_tokens) = score(stored, &config, &rope, rows, device, &mut step).await?;
+        sum += part_sum;
+        tokens += part_tokens;
     }
     let mean_nll = sum / tokens.max(1) as f64;
     if !mean_nll.is_finite() {
@@ -78,6 +73,50 @@ pub async fn perplexity(
     Ok(Perplexity { perplexity: mean_nll.exp(), mean_nll, tokens, seconds: begun.elapsed().as_secs_f64() })
 }
 
+/// Σ negative log-likelihood of some rows in nats, and how many tokens were predicted. `step` hears the
+/// blocks done.
+async fn score(
+    stored: &Stored,
+    config: &ModelConfig,
+    rope: &RopeTable,
+    rows: &[Vec<u32>],
+    device: &Device,
+    step: &mut impl FnMut(usize) -> Result<()>,
+) -> Result<(f64, usize)> {
+    let batches = Batches::new(rows, BATCH_TOKENS);
+    let ids: Vec<u32> = rows.iter().flatten().copied().collect();
+    let embedding = Embedding::load_rows(config, stored, device, ids).await?;
+    let mut stream = batches.embed(&embedding, device, true).await?;
+    drop(embedding);
+    for layer in 0..config.layers {
+        let block = Block::load(config, layer, stored, device).await?;
+        for batch in 0..batches.len() {
+            step(layer)?;
+            let Some(mut h) = stream.take(batch)? else { continue };
+            block.forward(&mut h, batches.get(batch).seq_len, rope)?;
+            stream.put(batch, h).await?;
+            device.settle().await?;
+        }
+    }
+    let head = Head::load(config, stored, device).await?;
+    let (mut sum, mut tokens) = (0f64, 0);
+    for batch in 0..batches.len() {
+        step(config.layers)?;
+        let Some(h) = stream.take(batch)? else { continue };
+        let (ids, seq_len) = (&batches.get(batch).ids, batches.get(batch).seq_len);
+        // The last row of a sequence predicts a token that is not there; its target is any.
+        let targets: Vec<u32> = (0..ids.len()).map(|i| ids[(i + 1) % ids.len()]).collect();
+        let nll = head.nll(&h, &targets).await?;
+        for (i, nll) in nll.into_iter().enumerate() {
+            if i % seq_len + 1 < seq_len {
+                sum += f64::from(nll);
+                tokens += 1;
+            }
+        }
+    }
+    Ok((sum, tokens))
+}
+
 fn go_on(wanted: bool) -> Result<()> {
     match wanted {
         true => Ok(()),
@@ -85,5 +124,37 @@ fn go_on(wanted: bool) -> Result<()> {
             place: "during the evaluation".into(),
             advice: "it keeps nothing; start it again".into(),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::rc::Rc;
+
+    use super::*;
+    use crate::storage::native::DirSource;
+
+    /// The demo model stands in for a large one, a few kilobytes for much memory.
+    #[test]
+    fn a_text_in_parts_scores_as_it_does_whole() {
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/web/demo/model");
+        pollster::block_on(async {
+            let source = Rc::new(DirSource::open(folder).unwrap());
+            let stored = Stored::open(source).await.unwrap();
+            let row = |start: u32, len: u32| (start..start + len).collect();
+            let rows = vec![row(3, 40), row(100, 40), row(200, 25), row(300, 40), row(400, 7)];
+            let segments = Segments { rows, ..Segments::none() };
+            let mut steps = Vec::new();
+            let part = 4 * 256 * 40 * 2;
+            let parts = in_parts(&stored, &segments, &Device::Cpu, part, |done, of| {
+                steps.push((done, of));
+                true
+            });
+            let parts = parts.await.unwrap();
+            let whole = perplexity(&stored, &segments, &Device::Cpu, |_, of| of == 7).await.unwrap();
+            assert_eq!(parts.tokens, whole.tokens);
+            assert!((parts.mean_nll - whole.mean_nll).abs() < 1e-6, "{parts:?} {whole:?}");
+            assert!(steps.is_sorted() && steps.last() == Some(&(20, 21)), "{steps:?}");
+        });
     }
 }

@@ -10,11 +10,8 @@ use crate::tensor::{Elem, Tensor};
 /// A weight [out, in] (f32, f16 or bf16) in consecutive row chunks, with an optional bias.
 pub struct Linear {
     chunks: Vec<Tensor>,
-    /// On the host, to be cut anew when the weight is replaced.
-    bias: Option<Vec<f32>>,
     /// One piece of the bias for each chunk, on the device.
     chunk_biases: Vec<Tensor>,
-    in_features: usize,
     out_features: usize,
 }
 
@@ -41,7 +38,7 @@ impl Linear {
                 rest = after;
             }
         }
-        Ok(Self { chunks, bias, chunk_biases, in_features, out_features })
+        Ok(Self { chunks, chunk_biases, out_features })
     }
 
     /// How the rows of a matrix are cut so that no chunk is larger than one tensor may be.
@@ -49,34 +46,9 @@ impl Linear {
         cut_rows(device.max_tensor_bytes(), rows, row_bytes)
     }
 
-    pub fn in_features(&self) -> usize {
-        self.in_features
-    }
-
-    pub fn out_features(&self) -> usize {
-        self.out_features
-    }
-
     /// The weight's row chunks.
     pub fn chunks(&self) -> &[Tensor] {
         &self.chunks
-    }
-
-    pub fn bias(&self) -> Option<&[f32]> {
-        self.bias.as_deref()
-    }
-
-    /// The same layer with another weight of the same shape; the bias stays.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] when the shape differs.
-    pub fn replace_weight(&mut self, chunks: Vec<Tensor>) -> Result<()> {
-        let replaced = Self::new(chunks, self.bias.take())?;
-        if (replaced.out_features, replaced.in_features) != (self.out_features, self.in_features) {
-            return Err(Error::Internal("linear: the new weight has another shape".into()));
-        }
-        *self = replaced;
-        Ok(())
     }
 
     /// y [tokens, out] of x [tokens, in], both f32.
@@ -117,12 +89,10 @@ mod tests {
         let (w, b) = (noise(12 * 8, 1), noise(12, 2));
         let x = tensor(5, &noise(5 * 8, 3));
         let whole = Linear::new(vec![tensor(12, &w)], Some(b.clone())).unwrap();
-        let mut cut = Linear::new(vec![tensor(8, &w[..64]), tensor(4, &w[64..])], Some(b)).unwrap();
+        let cut = Linear::new(vec![tensor(8, &w[..64]), tensor(4, &w[64..])], Some(b)).unwrap();
         let want = whole.forward(&x).unwrap();
         assert_eq!(cut.forward(&x).unwrap().f32s().unwrap(), want.f32s().unwrap());
-        cut.replace_weight(vec![tensor(4, &w[..32]), tensor(8, &w[32..])]).unwrap();
-        assert_eq!(cut.forward(&x).unwrap().f32s().unwrap(), want.f32s().unwrap());
-        assert!(cut.replace_weight(vec![tensor(4, &w[..32])]).is_err());
+        assert!(Linear::new(vec![tensor(12, &w)], Some(vec![0.0; 11])).is_err());
     }
 
     #[test]

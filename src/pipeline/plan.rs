@@ -114,6 +114,9 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         ));
     }
     check_tensors(stored, &config)?;
+    if !device.is_cpu() {
+        check_shapes(&config)?;
+    }
     let specs: Vec<(usize, &'static str, LinearSpec)> = (0..config.layers)
         .flat_map(|layer| {
             stages(&config, layer)
@@ -190,6 +193,22 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
 /// −1 for one group per row, as the file format writes it.
 pub fn group_size(scheme: &Scheme) -> i64 {
     scheme.group_size.map_or(-1, |size| size as i64)
+}
+
+/// The kernels read four numbers at a time, and attention cuts heads into sixteens.
+fn check_shapes(config: &ModelConfig) -> Result<()> {
+    let sizes = [
+        ("hidden_size", config.hidden_size, 4),
+        ("intermediate_size", config.intermediate_size, 4),
+        ("head_dim", config.head_dim, 16),
+    ];
+    match sizes.iter().find(|(_, size, multiple)| !size.is_multiple_of(*multiple)) {
+        None => Ok(()),
+        Some((name, size, multiple)) => Err(Error::unsupported(
+            format!("{name} {size} is not a multiple of {multiple}, as the GPU kernels need"),
+            "Use --device cpu",
+        )),
+    }
 }
 
 fn check_tensors(stored: &Stored, config: &ModelConfig) -> Result<()> {
@@ -466,5 +485,20 @@ impl Plan {
                 })
             })
             .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_that_the_kernels_cannot_take_are_refused_before_the_work() {
+        let text = include_str!("../../web/demo/model/config.json");
+        let mut config = ModelConfig::parse(&serde_json::from_str(text).unwrap()).unwrap();
+        check_shapes(&config).unwrap();
+        config.head_dim = 40;
+        let message = check_shapes(&config).unwrap_err().to_string();
+        assert!(message.contains("head_dim 40") && message.contains("--device cpu"), "{message}");
     }
 }
