@@ -7,7 +7,7 @@
 
 use half::{bf16, f16};
 
-use crate::device::{Device, GpuBuffer};
+use crate::device::{Device, GpuBuffer, host};
 use crate::error::{Error, Result};
 
 /// What a tensor's elements are.
@@ -54,6 +54,14 @@ enum Storage {
     Gpu(GpuBuffer),
 }
 
+impl Drop for Storage {
+    fn drop(&mut self) {
+        if let Self::Host(Host::F32(values)) = self {
+            host::give(std::mem::take(values));
+        }
+    }
+}
+
 /// A dense row-major array.
 pub struct Tensor {
     device: Device,
@@ -65,19 +73,21 @@ pub struct Tensor {
 impl Tensor {
     /// All zeros.
     pub fn zeros(device: &Device, elem: Elem, shape: &[usize]) -> Result<Self> {
-        let tensor = Self::uninit(device, elem, shape)?;
-        if let Storage::Gpu(buffer) = &tensor.storage {
-            buffer.gpu().clear(buffer);
+        let mut tensor = Self::uninit(device, elem, shape)?;
+        match &mut tensor.storage {
+            Storage::Gpu(buffer) => buffer.gpu().clear(buffer),
+            Storage::Host(Host::F32(values)) => values.fill(0.0),
+            Storage::Host(_) => {}
         }
         Ok(tensor)
     }
 
-    /// Content unspecified (on the CPU: zeros), for outputs that a kernel writes whole.
+    /// Content unspecified, for outputs that a kernel writes whole.
     pub fn uninit(device: &Device, elem: Elem, shape: &[usize]) -> Result<Self> {
         let count = shape.iter().product::<usize>();
         let storage = match device {
             Device::Cpu => Storage::Host(match elem {
-                Elem::F32 => Host::F32(vec![0.0; count]),
+                Elem::F32 => Host::F32(host::take(count)),
                 Elem::F16 => Host::F16(vec![f16::ZERO; count]),
                 Elem::BF16 => Host::BF16(vec![bf16::ZERO; count]),
                 Elem::U32 => Host::U32(vec![0; count]),

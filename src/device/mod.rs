@@ -5,6 +5,7 @@
 
 mod adapters;
 mod gpu;
+pub mod host;
 mod pool;
 mod shader;
 #[cfg(test)]

@@ -8,7 +8,7 @@
 use super::matmul::{Product, Strided, Values, matmul};
 use super::parallel::for_chunks;
 use super::simd::{exp_and_sum, largest, multiversion};
-use crate::device::Device;
+use crate::device::{Device, host};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
 
@@ -91,7 +91,7 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
     let keys = first + rows - start;
     let mut stacked = vec![0f32; sharing * rows * head_dim];
     let mut mixtures = stacked.clone();
-    let mut scores = vec![0f32; sharing * rows * keys];
+    let mut scores = host::take(sharing * rows * keys);
     let mut sums = vec![0f32; sharing * rows];
     for kv_head in 0..kv_heads {
         // Row r of query head h, of those that read this key head.
@@ -141,6 +141,7 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             }
         }
     }
+    host::give(scores);
 }
 
 multiversion! {

@@ -14,6 +14,7 @@ use half::{bf16, f16};
 
 use super::parallel::{for_chunks, threads};
 use super::simd::multiversion;
+use crate::device::host;
 
 /// Elements of a matrix by strides: element (i, j) is `values[i·row + j·col]`.
 #[derive(Clone, Copy)]
@@ -84,14 +85,16 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
     }
     let depth = k.div_ceil(k.div_ceil(KC));
     let rows = task_rows(m, kernel.mr, product.parallel);
-    let nc = NC.min(PACKED / k).next_multiple_of(kernel.nr);
-    let mut b_panel = Vec::new();
+    let nc = NC.min(PACKED / k).max(1).next_multiple_of(kernel.nr);
+    let mut b_panel = host::take(k * nc.min(n.next_multiple_of(kernel.nr)));
     for jc in (0..n).step_by(nc) {
         let columns = jc..n.min(jc + nc);
-        pack_b(&mut b_panel, kernel.nr, depth, product, columns.clone());
+        let b_panel = &mut b_panel[..columns.len().next_multiple_of(kernel.nr) * k];
+        pack_b(b_panel, kernel.nr, depth, product, columns.clone());
+        let b_panel = &*b_panel;
         let task = |index: usize, c: &mut [f32]| {
             let rows = index * rows..m.min((index + 1) * rows);
-            Part { kernel, product, rows, columns: columns.clone(), depth }.run(c, ldc, &b_panel);
+            Part { kernel, product, rows, columns: columns.clone(), depth }.run(c, ldc, b_panel);
         };
         if product.parallel {
             for_chunks(c, rows * ldc, task);
@@ -99,6 +102,7 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
             c.chunks_mut(rows * ldc).enumerate().for_each(|(index, c)| task(index, c));
         }
     }
+    host::give(b_panel);
 }
 
 /// Rows a task takes: whole register tiles, and enough tasks for all threads to end together even
@@ -207,11 +211,10 @@ fn finish_row(c: &mut [f32], sums: &[f32], product: &Product, j: usize, first: b
 }
 
 /// For each piece of the depth the strips of `nr` columns, each [kc, nr], zeros beyond the last column.
-fn pack_b(panel: &mut Vec<f32>, nr: usize, depth: usize, product: Product, columns: Range<usize>) {
+fn pack_b(panel: &mut [f32], nr: usize, depth: usize, product: Product, columns: Range<usize>) {
     let strips = columns.len().div_ceil(nr);
-    panel.resize(strips * nr * product.k, 0.0);
     let mut parts = Vec::new();
-    let mut rest = panel.as_mut_slice();
+    let mut rest = panel;
     for pc in (0..product.k).step_by(depth) {
         let kc = depth.min(product.k - pc);
         let part;
