@@ -238,9 +238,39 @@ fn pack_b(panel: &mut [f32], nr: usize, depth: usize, product: Product, columns:
 fn pack_a(panel: &mut Vec<f32>, mr: usize, product: Product, rows: Range<usize>, depth: Range<usize>) {
     let kc = depth.len();
     panel.resize(rows.len().div_ceil(mr) * mr * kc, 0.0);
+    if let (1, Values::F32(values)) = (product.a.row, product.a.values) {
+        pack_lines(panel, mr, values, product.a.col, rows, depth);
+        return;
+    }
     for (strip, out) in panel.chunks_exact_mut(mr * kc).enumerate() {
         let from = rows.start + strip * mr;
         pack_strip(out, mr, product.a, from..rows.end.min(from + mr), depth.clone());
+    }
+}
+
+multiversion! {
+    /// Strips of A where its rows lie side by side, [depth, rows] with `line` from one step to the next:
+    /// step by step, since a strip's own steps are a page or more apart.
+    fn pack_lines(
+        panel: &mut [f32],
+        mr: usize,
+        values: &[f32],
+        line: usize,
+        rows: Range<usize>,
+        depth: Range<usize>,
+    ) {
+        let kc = depth.len();
+        for (p, step) in depth.enumerate() {
+            let line = &values[step * line + rows.start..][..rows.len()];
+            for (strip, line) in line.chunks(mr).enumerate() {
+                let out = &mut panel[strip * mr * kc + p * mr..][..mr];
+                let (part, beyond) = out.split_at_mut(line.len());
+                for (out, x) in part.iter_mut().zip(line) {
+                    *out = *x;
+                }
+                beyond.fill(0.0);
+            }
+        }
     }
 }
 
@@ -618,7 +648,10 @@ mod tests {
                 parallel: true,
             };
             matmul(&mut c, ldc, product);
-            matmul(&mut c, ldc, Product { alpha: 2.0, beta: -1.0, bias: None, ..product });
+            // The second time with A stored the other way round.
+            let turned: Vec<f32> = (0..k * m).map(|at| a[at % m * k + at / m]).collect();
+            let a = Strided { values: Values::F32(&turned), row: 1, col: m };
+            matmul(&mut c, ldc, Product { a, alpha: 2.0, beta: -1.0, bias: None, ..product });
             for (i, want) in want.iter().enumerate() {
                 let got = c[i / n * ldc + i % n] + bias[i % n];
                 // Terms are below 1, so a sum's rounding errors are bounded by its length.
