@@ -41,7 +41,7 @@ pub async fn run(args: Args) -> Result<()> {
     let file = open::texts(std::slice::from_ref(&args.text))?.remove(0);
     let segments = evaluation_segments(&text, &file, args.seq_len, args.samples)?;
     let (stop, bar) = (stop_flag(), ProgressBar::new(0));
-    let result = perplexity(&stored, &segments, &device, |done, all| {
+    let result = perplexity(&stored, &segments, &device, async |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
         !stop.load(Ordering::SeqCst)

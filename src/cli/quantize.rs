@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use super::open;
 use super::options::JobArgs;
 use super::plan::{Prepared, Request, check_disk, prepare};
 use super::progress::{Terminal, stop_flag};
@@ -66,7 +65,7 @@ pub async fn run(args: Args) -> Result<()> {
         );
     }
     let options =
-        RunOptions { calibration: open::calibration_name(&args.job.calibration), resume: args.resume };
+        RunOptions { calibration: args.job.calibration.segments().to_string(), resume: args.resume };
     let mut terminal = Terminal::new(stop, !args.json);
     let outcome =
         run_pipeline(&stored, &plan, &segments, &device, sink.clone(), &options, &mut terminal).await;

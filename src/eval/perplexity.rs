@@ -28,7 +28,7 @@ const STREAM_BYTES: usize = 256 << 20;
 /// Scores `segments` row by row. Only one block's weights are in memory at a time.
 ///
 /// `progress` hears the blocks done and their number, once for each micro-batch, and stops the
-/// evaluation by returning false.
+/// evaluation by returning false; it may take its time.
 ///
 /// # Errors
 /// [`Error::Interrupted`], and those of storage and device.
@@ -36,7 +36,7 @@ pub async fn perplexity(
     stored: &Stored,
     segments: &Segments,
     device: &Device,
-    progress: impl FnMut(usize, usize) -> bool,
+    progress: impl AsyncFnMut(usize, usize) -> bool,
 ) -> Result<Perplexity> {
     in_parts(stored, segments, device, STREAM_BYTES, progress).await
 }
@@ -46,7 +46,7 @@ async fn in_parts(
     segments: &Segments,
     device: &Device,
     stream_bytes: usize,
-    mut progress: impl FnMut(usize, usize) -> bool,
+    mut progress: impl AsyncFnMut(usize, usize) -> bool,
 ) -> Result<Perplexity> {
     let begun = web_time::Instant::now();
     let config = ModelConfig::parse(stored.checkpoint.config())?;
@@ -57,7 +57,8 @@ async fn in_parts(
     let (mut sum, mut tokens) = (0f64, 0);
     for (part, rows) in parts.iter().enumerate() {
         let steps = config.layers + 1;
-        let mut step = |done| go_on(progress(part * steps + done, parts.len() * steps));
+        let all = parts.len() * steps;
+        let mut step = async |done| go_on(progress(part * steps + done, all).await);
         let (part_sum, part_tokens) = score(stored, &config, &rope, rows, device, &mut step).await?;
         sum += part_sum;
         tokens += part_tokens;
@@ -81,7 +82,7 @@ async fn score(
     rope: &RopeTable,
     rows: &[Vec<u32>],
     device: &Device,
-    step: &mut impl FnMut(usize) -> Result<()>,
+    step: &mut impl AsyncFnMut(usize) -> Result<()>,
 ) -> Result<(f64, usize)> {
     let batches = Batches::new(rows, BATCH_TOKENS);
     let ids: Vec<u32> = rows.iter().flatten().copied().collect();
@@ -91,7 +92,7 @@ async fn score(
     for layer in 0..config.layers {
         let block = Block::load(config, layer, stored, device).await?;
         for batch in 0..batches.len() {
-            step(layer)?;
+            step(layer).await?;
             let Some(mut h) = stream.take(batch)? else { continue };
             block.forward(&mut h, batches.get(batch).seq_len, rope)?;
             stream.put(batch, h).await?;
@@ -101,7 +102,7 @@ async fn score(
     let head = Head::load(config, stored, device).await?;
     let (mut sum, mut tokens) = (0f64, 0);
     for batch in 0..batches.len() {
-        step(config.layers)?;
+        step(config.layers).await?;
         let Some(h) = stream.take(batch)? else { continue };
         let (ids, seq_len) = (&batches.get(batch).ids, batches.get(batch).seq_len);
         // The last row of a sequence predicts a token that is not there; its target is any.
@@ -146,12 +147,12 @@ mod tests {
             let segments = Segments { rows, ..Segments::none() };
             let mut steps = Vec::new();
             let part = 4 * 256 * 40 * 2;
-            let parts = in_parts(&stored, &segments, &Device::Cpu, part, |done, of| {
+            let parts = in_parts(&stored, &segments, &Device::Cpu, part, async |done, of| {
                 steps.push((done, of));
                 true
             });
             let parts = parts.await.unwrap();
-            let whole = perplexity(&stored, &segments, &Device::Cpu, |_, of| of == 7).await.unwrap();
+            let whole = perplexity(&stored, &segments, &Device::Cpu, async |_, of| of == 7).await.unwrap();
             assert_eq!(parts.tokens, whole.tokens);
             assert!((parts.mean_nll - whole.mean_nll).abs() < 1e-6, "{parts:?} {whole:?}");
             assert!(steps.is_sorted() && steps.last() == Some(&(20, 21)), "{steps:?}");

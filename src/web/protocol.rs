@@ -1,0 +1,252 @@
+//! What the page and the worker say to each other: one JSON object a message, tagged by `type`.
+//!
+//! The page posts `{request, files?, directory?}`: `files` are the browser's own `File` objects and
+//! `directory` a `FileSystemDirectoryHandle`, both passed by reference; no model bytes ever cross. The
+//! worker posts events. Every request is answered by the event named in its comment or by
+//! [`Event::Failed`], with the `id` of the request.
+
+use serde::{Deserialize, Serialize};
+
+use crate::pipeline::{ModulePlan, ModuleRow};
+
+/// From the page.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Message {
+    /// Chosen by the page, repeated in the answer.
+    pub id: u32,
+    pub request: Request,
+}
+
+#[derive(Debug, Clone, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Request {
+    /// Look for an adapter. → [`Event::Ready`]
+    Start,
+    /// Look at a model: the embedded one, or the posted `files`. → [`Event::Model`]
+    Open {
+        demo: bool,
+        /// What to call a model of files whose folder the browser does not tell.
+        #[serde(default)]
+        name: Option<String>,
+    },
+    /// Calibration text: the built-in sample, or the posted `files` (.txt, .jsonl). → [`Event::Text`]
+    Calibration { builtin: bool },
+    /// Check everything that can be checked. → [`Event::Plan`]
+    Plan { settings: Settings },
+    /// Do it, into the posted `directory`, or into the browser's private storage without one.
+    /// → [`Event::Started`], [`Event::Progress`], [`Event::Module`], [`Event::Weights`], …, [`Event::Done`]
+    Quantize { settings: Settings, resume: bool },
+    /// Stop at the next point that loses nothing, and wait for `Resume`. → [`Event::Paused`]
+    Pause,
+    /// → [`Event::Resumed`]
+    Resume,
+    /// Stop and keep the finished blocks. → [`Event::Failed`] with code 130
+    Cancel,
+    /// Perplexity of the open model (`before`) or of the last result (`after`), on the built-in text
+    /// or the posted `files`. → [`Event::Scoring`] …, [`Event::Score`]
+    Evaluate {
+        which: Which,
+        builtin: bool,
+        max_tokens: usize,
+        /// A stored result by its name, instead of the last one (`after` only).
+        #[serde(default)]
+        stored: Option<String>,
+    },
+    /// Results and stopped runs in the browser's private storage. → [`Event::Stored`]
+    List,
+    /// The files of a stored result, as `File` objects beside the event. → [`Event::Files`]
+    Fetch { name: String },
+    /// Remove a stored result or stopped run. → [`Event::Stored`]
+    Remove { name: String },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Which {
+    Before,
+    After,
+}
+
+/// Everything that a person may choose.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// "gpu" or "cpu".
+    pub device: String,
+    /// "default", "reference" or "rtn".
+    pub preset: String,
+    pub bits: u32,
+    /// −1 for one group per row.
+    pub group_size: i64,
+    pub sym: bool,
+    /// `None` leaves these to the preset.
+    pub desc_act: Option<bool>,
+    pub damp_percent: f64,
+    pub samples: usize,
+    pub seq_len: usize,
+    pub seed: u64,
+    /// Bytes that activations and weights may take; `None` for a guess from the device.
+    pub max_memory: Option<u64>,
+}
+
+/// From the worker.
+#[derive(Debug, Clone, Serialize)]
+pub struct Answer {
+    /// That of the request.
+    pub id: u32,
+    pub event: Event,
+}
+
+#[derive(Debug, Clone, Serialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Event {
+    Ready {
+        /// `None` with `reason` when there is none that works.
+        adapter: Option<Adapter>,
+        /// Why there is no adapter, and what to do (which browsers, which flags).
+        reason: Option<String>,
+        /// The wasm build uses 128-bit vectors.
+        simd: bool,
+        version: String,
+    },
+    Model(ModelSummary),
+    Text {
+        name: String,
+        bytes: u64,
+        documents: usize,
+    },
+    Plan(PlanSummary),
+    Started {
+        blocks: usize,
+        done: usize,
+        tokens: usize,
+    },
+    /// Finished blocks are applied again after a stop.
+    Replaying {
+        block: usize,
+    },
+    Progress {
+        block: usize,
+        blocks: usize,
+        stage: String,
+        /// 0 to 1, over the run and over the block.
+        fraction: f64,
+        block_fraction: f64,
+        seconds: f64,
+        seconds_left: Option<f64>,
+        /// Calibration tokens times blocks a second.
+        tokens_per_second: f64,
+        /// Bytes of wasm memory, and of buffers on the device.
+        wasm_bytes: u64,
+        device_bytes: u64,
+    },
+    Module(ModuleRow),
+    /// A corner of the layer just quantized, at most 64 × 64, row-major: weights, codes, and what is
+    /// left between weight and dequantized code.
+    Weights {
+        module: String,
+        rows: usize,
+        cols: usize,
+        bits: u32,
+        weights: Vec<f32>,
+        codes: Vec<u8>,
+        errors: Vec<f32>,
+    },
+    Warning {
+        text: String,
+    },
+    BlockDone {
+        block: usize,
+        blocks: usize,
+    },
+    Paused,
+    Resumed,
+    Done {
+        seconds: f64,
+        seconds_by_step: std::collections::BTreeMap<String, f64>,
+        output_bytes: u64,
+        bits_per_weight: f64,
+        /// Σ gptq_loss / Σ rtn_loss.
+        loss_ratio: Option<f64>,
+        /// Its name in the private storage; `None` when it went to a directory.
+        stored: Option<String>,
+        warnings: Vec<String>,
+    },
+    Scoring {
+        fraction: f64,
+    },
+    Score {
+        which: Which,
+        perplexity: f64,
+        tokens: usize,
+        seconds: f64,
+    },
+    Stored {
+        items: Vec<StoredItem>,
+        quota_bytes: Option<u64>,
+        used_bytes: Option<u64>,
+    },
+    /// The files travel beside the event as `files`.
+    Files {
+        name: String,
+    },
+    Failed {
+        /// One line: what happened, where, what to do.
+        message: String,
+        /// The exit code that the command line would end with.
+        code: u8,
+        /// Something is left that `Quantize` with `resume` goes on with.
+        resumable: bool,
+    },
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct Adapter {
+    pub name: String,
+    pub vendor: String,
+    pub architecture: String,
+    /// Runs on the processor: slower than the CPU device.
+    pub software: bool,
+    pub shader_f16: bool,
+    pub max_buffer_bytes: u64,
+    pub max_binding_bytes: u64,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct ModelSummary {
+    pub name: String,
+    pub architecture: String,
+    pub layers: usize,
+    pub hidden: usize,
+    pub vocab: usize,
+    pub parameters: u64,
+    pub bytes: u64,
+    pub shards: usize,
+    pub dtype: String,
+    /// Of a checkpoint that is quantized already.
+    pub quantized_bits: Option<u32>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct PlanSummary {
+    pub modules: Vec<ModulePlan>,
+    pub memory_bytes: u64,
+    /// The parts of it, by name.
+    pub memory: std::collections::BTreeMap<String, u64>,
+    /// From a short measurement of this device.
+    pub seconds: Option<f64>,
+    pub output_bytes: u64,
+    pub tokens: usize,
+    /// Room in the private storage, if that is where the result would go.
+    pub free_bytes: Option<u64>,
+    pub warnings: Vec<String>,
+}
+
+#[derive(Debug, Clone, Serialize)]
+pub struct StoredItem {
+    pub name: String,
+    pub bytes: u64,
+    /// A stopped run: blocks done of blocks.
+    pub unfinished: Option<(usize, usize)>,
+    /// What the stopped run was made with, to go on with it.
+    pub settings: Option<Settings>,
+}
