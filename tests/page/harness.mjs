@@ -118,6 +118,13 @@ export class Worker {
     return decoded(await this.page.evaluate((name) => window.driver.directory(name), name));
   }
 
+  /** Ends the browser's GPU process, as a driver's watchdog would; the browser starts another. */
+  async crashGpu() {
+    const session = await this.page.context().newCDPSession(this.page);
+    await session.send('Browser.crashGpuProcess');
+    await session.detach();
+  }
+
   close() {
     return this.page.close();
   }
@@ -179,6 +186,7 @@ function installDriver() {
       return id;
     },
     outcome: (id) => requests.get(id).promise,
+    last: (id, type) => requests.get(id).events.findLast((event) => event.type === type),
     count: (id) => requests.get(id).events.length,
     has: (id, type) => requests.get(id).events.some((event) => event.type === type),
     async fetch(name) {

@@ -277,7 +277,7 @@ test('bad input gets one clear line', async () => {
   assert.match((await planned({ preset: 'best' })).message, /no preset "best"/);
 });
 
-test('the GPU device makes a result as good as the CPU device does', { timeout: 170_000 }, async () => {
+test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 240_000 }, async () => {
   const few = { ...SMALL, samples: 2, seq_len: 64 };
   const gpu = await worker.get({ type: 'quantize', settings: { ...few, device: 'gpu' }, resume: false });
   const cpu = await worker.get({ type: 'quantize', settings: few, resume: false });
@@ -289,6 +289,28 @@ test('the GPU device makes a result as good as the CPU device does', { timeout: 
   console.log(`# ${percent(share)} of codes equal`);
   assert.ok(share > 0.7);
   assert.ok(gpu.events.some(({ device_bytes: bytes }) => bytes > 0));
+
+  // The GPU process crashes: the device is opened again, and the run goes on after the last finished block.
+  const id = await worker.begin({ type: 'quantize', settings: { ...few, device: 'gpu' }, resume: false });
+  await worker.until(id, 'block_done');
+  await worker.crashGpu();
+  const events = await worker.outcome(id);
+  assert.equal(events.at(-1).type, 'done', events.at(-1).message);
+  const lost = events.find(({ type, text }) => type === 'warning' && text.includes('the device was lost'));
+  assert.match(lost.text, /in block \d of 6, stage \w+: .*; the device is opened again/);
+  assert.ok(events.some(({ type }) => type === 'replaying'));
+  assertSame(await worker.files(events.at(-1).stored), a);
+});
+
+test('a run that is cancelled before its first block leaves nothing behind', { timeout: 60_000 }, async () => {
+  const names = async () => (await worker.get({ type: 'list' })).items.map(({ name }) => name);
+  const before = await names();
+  const id = await worker.begin({ type: 'quantize', settings: SMALL, resume: false });
+  await worker.until(id, 'started');
+  await worker.begin({ type: 'cancel' });
+  const cancelled = (await worker.outcome(id)).at(-1);
+  assert.deepEqual([cancelled.code, cancelled.resumable], [130, false]);
+  assert.deepEqual(await names(), before);
 });
 
 test('nothing complained', () => assert.deepEqual(worker.complaints, []));
