@@ -275,6 +275,7 @@ test('bad input gets one clear line', async () => {
   assert.match((await planned({ group_size: 100 })).message, /--group-size 100 does not divide/);
   assert.match((await planned({ max_memory: 1e6 })).message, /needs about .* of memory/);
   assert.match((await planned({ preset: 'best' })).message, /no preset "best"/);
+  assert.match((await worker.ask({ type: 'nonsense' })).message, /message of the page is not understood.*nonsense/);
 });
 
 test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 240_000 }, async () => {
