@@ -56,7 +56,7 @@ function view(name) {
 }
 
 /** What the result is called, and a folder made for it. */
-const resultName = () => `${state.model.name}-${state.settings.bits}bit`;
+const resultName = () => `${state.model.name.replace(/[^\w.-]/g, '-')}-${state.settings.bits}bit`;
 
 // Model
 
@@ -66,8 +66,7 @@ async function open(demo, chosen) {
   facts(byId('model-facts'), []);
   state.model = null;
   try {
-    const model = await core.ask({ type: 'open', demo }, { files: chosen?.files });
-    state.model = { ...model, name: chosen?.name || model.name };
+    state.model = await core.ask({ type: 'open', demo, name: chosen?.name || null }, { files: chosen?.files });
   } finally {
     show(byId('model-status'), null);
   }
@@ -154,7 +153,7 @@ async function makePlan() {
   }
   show(byId('plan-status'), 'Checking …');
   try {
-    const answer = await core.ask({ type: 'plan', settings: chosen });
+    const answer = await core.ask({ type: 'plan', settings: chosen }, { directory: output.folder() ?? undefined });
     if (mine !== latest) return;
     clear();
     show(byId('plan-status'), null);
@@ -187,7 +186,7 @@ function watchSettings() {
     await calibrate();
     await makePlan();
   });
-  output.watch(() => { byId('quantize').disabled = !state.plan || !output.ready(); });
+  output.watch(() => guarded(makePlan));
   byId('output').onsubmit = (event) => {
     event.preventDefault();
     guarded(() => quantize(false));
@@ -197,6 +196,7 @@ function watchSettings() {
 // Run
 
 let target = null;
+let running = false;
 
 async function quantize(again) {
   if (!again) {
@@ -211,7 +211,7 @@ async function quantize(again) {
   view('run');
   run.begin(`${state.model.name} · ${settings.describe(state.settings)}`);
   byId('run-title').focus();
-  keepAwake(true);
+  keepAwake(running = true);
   try {
     state.done = await core.ask({ type: 'quantize', settings: state.settings, resume },
       { directory: target.directory ?? undefined });
@@ -229,7 +229,7 @@ async function quantize(again) {
       throw error;
     }
   } finally {
-    keepAwake(false);
+    keepAwake(running = false);
   }
 }
 
@@ -237,8 +237,13 @@ function watchRun() {
   let paused = false;
   byId('pause').onclick = () => guarded(async () => {
     run.stopping('Pausing at the next safe point …');
-    await core.ask({ type: 'pause' });
-    paused = true;
+    try {
+      await core.ask({ type: 'pause' });
+      paused = true;
+    } catch (error) {
+      // The run came to its end before it came to a safe point.
+      if (running) throw error;
+    }
   });
   byId('resume').onclick = () => guarded(async () => {
     if (!paused) return quantize(true);

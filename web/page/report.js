@@ -6,12 +6,13 @@ import { sentences } from './perplexity.js';
 import { figures, steps } from './result.js';
 import { describe } from './settings.js';
 
-const STYLE = `
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d1d1b; background: #fff; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { margin-bottom: 0; } .quiet, figcaption, dt { color: #55554f; } dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; }
+/** The charts are pictures in the colours of the moment, so the report keeps to these. */
+const style = (colour) => `
+body { font: 15px/1.5 system-ui, sans-serif; color: ${colour('--ink')}; background: ${colour('--card')}; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { margin-bottom: 0; } .quiet, figcaption, dt { color: ${colour('--quiet')}; } dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; }
 dt { font-size: .85em; } dd { margin: 0; font-weight: 600; } img { max-width: 100%; } figure { margin: 1rem 0; }
 .squares { display: flex; flex-wrap: wrap; gap: 1rem; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85em; }
-th, td { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid #ddd; } .text { text-align: left; }`;
+th, td { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid ${colour('--line')}; } .text { text-align: left; }`;
 
 // In a document of its own nothing is loaded: the page's policy has no place for images as data URLs.
 const element = maker(document.implementation.createHTMLDocument(''));
@@ -19,10 +20,11 @@ const element = maker(document.implementation.createHTMLDocument(''));
 /** @param run `{ready, model, settings, text, done, rows, charts, picture, scores}` */
 export function saveReport(run) {
   // Whatever comes from a file passes through an element and is escaped by it.
+  const root = getComputedStyle(document.documentElement);
   const body = element('body', {}, ...content(run));
   const title = element('title', {}, `Halftone: ${run.model.name}`);
   const html = `<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n${title.outerHTML}\n`
-    + `<style>${STYLE}\n</style>\n</head>\n${body.outerHTML}\n</html>\n`;
+    + `<style>${style((name) => root.getPropertyValue(name))}\n</style>\n</head>\n${body.outerHTML}\n</html>\n`;
   save(new Blob([html], { type: 'text/html' }), `${run.name}-report.html`);
 }
 
