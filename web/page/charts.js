@@ -167,6 +167,8 @@ export class Charts {
 
   /** One event `progress`. */
   measure({ seconds, wasm_bytes, device_bytes, tokens_per_second }) {
+    // A run that goes on begins its clock anew.
+    if (seconds < this.#speed[0].at(-1)) this.#speed = [[], [], [], []];
     const [times] = this.#speed;
     if (times.length && seconds - times.at(-1) < Math.max(0.5, times.at(-1) / 500)) return;
     [seconds, wasm_bytes, device_bytes, tokens_per_second].forEach((value, at) => this.#speed[at].push(value));

@@ -202,11 +202,11 @@ async function quantize(again) {
   if (!again) {
     target = await output.place(resultName());
     state.where = target.where;
+    log.reset();
+    charts.reset(state.plan.modules);
+    picture.set(null);
   }
   const resume = again || target.resume || state.resume !== null;
-  log.reset();
-  charts.reset(state.plan.modules);
-  picture.set(null);
   perplexity.reset();
   view('run');
   run.begin(`${state.model.name} · ${settings.describe(state.settings)}`);

@@ -135,8 +135,8 @@ export class Run {
     facts(byId('run-facts'), [
       ['Time', duration(progress.seconds)],
       ['Speed', `${count(progress.tokens_per_second)} tokens/s`, 'calibration tokens times blocks a second'],
-      ['WebAssembly memory', bytes(progress.wasm_bytes), 'never shrinks, so this is the peak'],
-      ['Memory on the device', progress.device_bytes ? bytes(progress.device_bytes) : null],
+      ['Wasm memory', bytes(progress.wasm_bytes), 'never shrinks, so this is the peak'],
+      ['Device memory', progress.device_bytes ? bytes(progress.device_bytes) : null],
     ]);
   }
 }
