@@ -16,9 +16,10 @@ const SHOTS = join(ROOT, 'target', 'page');
 const PLACE = '/halftone/';
 
 const FLAGS = [
-  '--no-sandbox', '--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshader', '--disable-background-networking',
-  '--disable-component-update', '--disable-sync', '--no-first-run', '--disable-quic',
+  '--no-sandbox', '--disable-background-networking', '--disable-component-update', '--disable-sync', '--no-first-run',
+  '--disable-quic',
 ];
+const SOFTWARE_GPU = ['--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshader'];
 
 const TYPES = {
   '.html': 'text/html; charset=utf-8', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml',
@@ -42,15 +43,16 @@ async function serve() {
   return { server, origin: `http://127.0.0.1:${server.address().port}` };
 }
 
-/** Browser and server; `page()` gives a page in a profile of its own, `close()` ends all. */
-export async function start() {
+/** Browser (with a GPU in software, or without any) and server; `page()` gives a page in a profile of its own, `close()` ends all. */
+export async function start({ gpu = true } = {}) {
   const { server, origin } = await serve();
-  const browser = await chromium.launch({ executablePath: CHROMIUM, args: FLAGS });
+  const browser = await chromium.launch({ executablePath: CHROMIUM, args: gpu ? [...FLAGS, ...SOFTWARE_GPU] : FLAGS });
   mkdirSync(SHOTS, { recursive: true });
   return {
     origin,
-    async page(options = {}) {
+    async page({ prepare, ...options } = {}) {
       const context = await browser.newContext({ viewport: { width: 1280, height: 900 }, ...options });
+      if (prepare) await context.addInitScript(prepare);
       const page = await context.newPage();
       page.complaints = [];
       page.asked = [];

@@ -200,6 +200,54 @@ test('a run is paused, cancelled, found after a reload, and goes on to the same 
   await page.context().close();
 });
 
+/** A person's folder, which no test can choose in the browser's dialog: one of the private storage is given. */
+const folderPicker = () => {
+  window.showDirectoryPicker = async ({ id }) => {
+    const root = await navigator.storage.getDirectory();
+    return root.getDirectoryHandle(id, { create: true });
+  };
+};
+
+const contents = (page, ...path) => page.evaluate(async (path) => {
+  let directory = await navigator.storage.getDirectory();
+  for (const name of path) directory = await directory.getDirectoryHandle(name);
+  const names = [];
+  for await (const name of directory.keys()) names.push(name);
+  return names.sort();
+}, path);
+
+test('into a folder of one’s own: empty, and then one with something in it', LONG, async () => {
+  const page = await browser.page({ prepare: folderPicker });
+  await page.click('#choose-demo');
+  await small(page);
+  await page.check('[name=output][value=folder]');
+  await page.getByText('halftone-output').waitFor();
+  for (const where of [['halftone-output'], ['halftone-output', 'demo-4bit']]) {
+    await page.locator('#quantize:enabled').waitFor(LONG);
+    await page.click('#quantize');
+    await page.locator('#result:not([hidden]), #message:not([hidden])').first().waitFor(LONG);
+    assert.equal(await page.locator('#result-place').textContent(), `All files are in ${where.join('/')}.`);
+    const names = await contents(page, ...where);
+    assert.ok(names.includes('model.safetensors') && names.includes('config.json'), names.join());
+    assert.ok(!names.some((name) => name.includes('journal')), names.join());
+    await page.click('#anew');
+  }
+  clean(page);
+  await page.context().close();
+});
+
+test('without WebGPU the page says so and offers the CPU', LONG, async () => {
+  const bare = await start({ gpu: false });
+  const page = await bare.page();
+  await page.getByText('No GPU here.').waitFor(LONG);
+  assert.match(await page.locator('#device-note').textContent(), /adapter/);
+  assert.ok(await page.isChecked('[name=device][value=cpu]'));
+  assert.ok(await page.isDisabled('[name=device][value=gpu]'));
+  await shot(page, 'no-gpu');
+  assert.deepEqual(page.complaints, []);
+  await bare.close();
+});
+
 test('narrow and dark', LONG, async () => {
   const page = await browser.page({ viewport: { width: 360, height: 740 }, colorScheme: 'dark' });
   await page.click('#choose-demo');
