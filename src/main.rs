@@ -1,4 +1,4 @@
-//! The command line; everything it does is in the library.
+//! The command line, or in a browser the worker behind the page; everything they do is in the library.
 
 #[cfg(not(target_arch = "wasm32"))]
 fn main() -> std::process::ExitCode {
@@ -6,4 +6,6 @@ fn main() -> std::process::ExitCode {
 }
 
 #[cfg(target_arch = "wasm32")]
-fn main() {}
+fn main() {
+    halftone::web::main();
+}

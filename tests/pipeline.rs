@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 use common::*;
-use halftone::checkpoint::{GptqLinear, Layout};
+use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
 use halftone::error::{Error, Result};
 use halftone::eval::perplexity;
@@ -75,12 +75,9 @@ impl Job {
             longest: if calibrated { self.rows.iter().map(Vec::len).max().unwrap_or(0) } else { 0 },
             max_memory: self.max_memory,
             batch_tokens: self.batch_tokens,
+            shard_bytes: self.shard_bytes.unwrap_or(u64::MAX),
         };
         let mut plan = make_plan(stored, &options, &self.device)?;
-        if let Some(bytes) = self.shard_bytes {
-            let tensors = plan.layout.tensors().iter().map(|tensor| tensor.spec.clone()).collect();
-            plan.layout = Layout::new(tensors, bytes)?;
-        }
         plan.piece_bytes = self.piece_bytes.unwrap_or(plan.piece_bytes);
         Ok(plan)
     }
@@ -206,7 +203,7 @@ fn quantizes_every_family(device: &Device) {
         let quantized_logits = logits(&quantized, &rows);
         let moved = distance(&quantized_logits, &golden);
         let scored =
-            block_on(perplexity(&quantized, &segments(&rows).unwrap(), device, |_, _| true)).unwrap();
+            block_on(perplexity(&quantized, &segments(&rows).unwrap(), device, async |_, _| true)).unwrap();
         let (was, is) = (perplexity_of(&rows, &golden), perplexity_of(&rows, &quantized_logits));
         println!(
             "{name}: loss {:.3} of rtn's, logits moved by {moved:.3}, perplexity {was:.1} to {is:.1}",
@@ -230,14 +227,14 @@ fn perplexity_of_a_dense_model_is_that_of_the_golden_logits() {
         let (rows, logits) = expected(name);
         let stored = Job::new(name, default4()).stored().unwrap();
         let segments = segments(&rows).unwrap();
-        let got = block_on(perplexity(&stored, &segments, &Device::Cpu, |_, _| true)).unwrap();
+        let got = block_on(perplexity(&stored, &segments, &Device::Cpu, async |_, _| true)).unwrap();
         let want = perplexity_of(&rows, &logits);
         assert!((got.perplexity / want - 1.0).abs() < 1e-4, "{name}: {} is not {want}", got.perplexity);
         assert!((got.mean_nll.exp() / got.perplexity - 1.0).abs() < 1e-12);
         // A token alone predicts nothing; rows of other lengths are scored as they are.
         let uneven = [rows[0].clone(), rows[1][..7].to_vec()];
         let segments = self::segments(&uneven).unwrap();
-        let got = block_on(perplexity(&stored, &segments, &Device::Cpu, |_, _| true)).unwrap();
+        let got = block_on(perplexity(&stored, &segments, &Device::Cpu, async |_, _| true)).unwrap();
         let want = perplexity_of(&uneven, &logits[..47 * VOCAB]);
         assert!((got.perplexity / want - 1.0).abs() < 1e-4, "{name}: {} is not {want}", got.perplexity);
         assert_eq!(got.tokens, 39 + 6);
@@ -248,7 +245,8 @@ fn perplexity_of_a_dense_model_is_that_of_the_golden_logits() {
 fn an_evaluation_stops_when_asked() {
     let stored = Job::new("llama", default4()).stored().unwrap();
     let segments = segments(&rows(2, 40, 3)).unwrap();
-    let error = block_on(perplexity(&stored, &segments, &Device::Cpu, |block, _| block < 1)).err().unwrap();
+    let error =
+        block_on(perplexity(&stored, &segments, &Device::Cpu, async |block, _| block < 1)).err().unwrap();
     assert_eq!(error.exit_code(), 130);
 }
 
@@ -877,6 +875,7 @@ impl Observer for Recorder {
             Event::Replaying { block } => self.replayed.push(block),
             Event::Progress { done, total, .. } => self.done.push(done / total),
             Event::Module(_) => self.modules += 1,
+            Event::Weights(_) => panic!("nobody asked for it"),
             Event::Warning(text) => panic!("{text}"),
             Event::BlockDone { block, .. } => self.blocks.push(block),
         }

@@ -7,6 +7,7 @@ use indicatif::ProgressBar;
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
 use super::{open, table};
+use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::demo;
 use crate::error::{Error, Result};
 use crate::eval::perplexity;
@@ -62,8 +63,8 @@ pub async fn run(args: Args) -> Result<()> {
     let evaluation = evaluation_segments(&text, &demo::evaluation(), SEQ_LEN, None)?;
     let stop = stop_flag();
     let bar = ProgressBar::new(10);
-    let going_on = |_, _| !stop.load(std::sync::atomic::Ordering::SeqCst);
-    let dense = perplexity(&stored, &evaluation, &device, going_on).await?;
+    let going_on = async |_: usize, _: usize| !stop.load(std::sync::atomic::Ordering::SeqCst);
+    let dense = perplexity(&stored, &evaluation, &device, &going_on).await?;
     bar.inc(1);
     let mut rows = vec![Row {
         bits: 16,
@@ -78,7 +79,14 @@ pub async fn run(args: Args) -> Result<()> {
             let scheme = Scheme::preset(preset, bits, Some(GROUP));
             let (tokens, longest) =
                 if scheme.needs_inputs() { (calibration.report.tokens, SEQ_LEN) } else { (0, 0) };
-            let options = PlanOptions { scheme, tokens, longest, max_memory: u64::MAX, batch_tokens: None };
+            let options = PlanOptions {
+                scheme,
+                tokens,
+                longest,
+                max_memory: u64::MAX,
+                batch_tokens: None,
+                shard_bytes: DEFAULT_SHARD_BYTES,
+            };
             let plan = make_plan(&stored, &options, &device)?;
             let sink = MemorySink::new();
             let nothing = RunOptions { calibration: String::new(), resume: false };
@@ -94,7 +102,7 @@ pub async fn run(args: Args) -> Result<()> {
             )
             .await?;
             let quantized = Stored::open(Rc::new(sink.to_source())).await?;
-            let result = perplexity(&quantized, &evaluation, &device, going_on).await?;
+            let result = perplexity(&quantized, &evaluation, &device, &going_on).await?;
             rows.push(Row {
                 bits,
                 preset: Some(preset),

@@ -41,7 +41,7 @@ pub async fn run(args: Args) -> Result<()> {
     let file = open::texts(std::slice::from_ref(&args.text))?.remove(0);
     let segments = evaluation_segments(&text, &file, args.seq_len, args.samples)?;
     let (stop, bar) = (stop_flag(), ProgressBar::new(config.layers as u64));
-    let result = perplexity(&stored, &segments, &device, |done, _| {
+    let result = perplexity(&stored, &segments, &device, async |done, _| {
         bar.set_position(done as u64);
         !stop.load(Ordering::SeqCst)
     })

@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::kernels::selftest::open_gpu;
 use crate::model::{ModelConfig, Stored};
 use crate::storage::native::DirSource;
-use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments};
+use crate::text::{ModelText, Segments, TextFile, calibration_segments};
 
 /// A model directory's headers and configuration.
 pub async fn model(path: &Path) -> Result<Stored> {
@@ -65,14 +65,7 @@ pub async fn calibration(stored: &Stored, args: &CalibrationArgs) -> Result<Segm
     }
     let config = ModelConfig::parse(stored.checkpoint.config())?;
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
-    let options = SegmentOptions { samples: args.samples, seq_len: args.seq_len, seed: args.seed };
-    calibration_segments(&text, &texts(&args.files)?, &options)
-}
-
-/// The calibration options as the journal keeps them, besides the tokens themselves.
-pub fn calibration_name(args: &CalibrationArgs) -> String {
-    let samples = args.samples.map_or("as many as usual".to_owned(), |samples| samples.to_string());
-    format!("--samples {samples}, --seq-len {}, --seed {}", args.seq_len, args.seed)
+    calibration_segments(&text, &texts(&args.files)?, &args.segments())
 }
 
 /// Bytes that a run may take.

@@ -2,8 +2,9 @@
 
 use clap::{Args, ValueEnum};
 
-use crate::error::{Error, Result};
-use crate::gptq::scheme::{Preset, Scheme};
+use crate::error::Result;
+use crate::gptq::scheme::{Choice, Preset, Scheme};
+use crate::text::SegmentOptions;
 
 /// The grid and the method.
 #[derive(Args, Clone)]
@@ -52,32 +53,16 @@ impl SchemeArgs {
             PresetArg::Reference => Preset::Reference,
             PresetArg::Rtn => Preset::Rtn,
         };
-        let group_size = match self.group_size {
-            -1 => None,
-            size => Some(usize::try_from(size).map_err(|_| {
-                Error::options(
-                    format!("--group-size {size} is not a size"),
-                    "Use -1, or a number of columns such as 128",
-                )
-            })?),
-        };
-        let base = Scheme::preset(preset, self.bits, group_size);
-        let scheme = Scheme {
+        Scheme::chosen(&Choice {
+            preset,
+            bits: self.bits,
+            group_size: self.group_size,
             sym: !self.asym,
-            desc_act: self.desc_act.unwrap_or(base.desc_act),
-            static_groups: self.static_groups.unwrap_or(base.static_groups),
-            mse: self.mse.unwrap_or(base.mse),
+            desc_act: self.desc_act,
+            static_groups: self.static_groups,
+            mse: self.mse,
             damp_percent: self.damp_percent,
-            ..base
-        };
-        scheme.check()?;
-        if preset == Preset::Rtn && (scheme.desc_act || !scheme.static_groups) {
-            return Err(Error::options(
-                "--preset rtn takes no order of columns and has static groups only",
-                "Leave out --desc-act and --static-groups, or choose --preset reference",
-            ));
-        }
-        Ok(scheme)
+        })
     }
 }
 
@@ -96,6 +81,12 @@ pub struct CalibrationArgs {
     /// Seed of the random windows
     #[arg(long, default_value_t = 0, value_name = "N")]
     pub seed: u64,
+}
+
+impl CalibrationArgs {
+    pub fn segments(&self) -> SegmentOptions {
+        SegmentOptions { samples: self.samples, seq_len: self.seq_len, seed: self.seed }
+    }
 }
 
 /// Where to compute.

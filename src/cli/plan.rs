@@ -5,13 +5,12 @@ use std::path::{Path, PathBuf};
 use super::open;
 use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
 use super::table;
+use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernels::gemm::linear;
 use crate::model::{ModelConfig, Stored};
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{Plan, PlanOptions, make_plan};
-use crate::tensor::Tensor;
+use crate::pipeline::{Plan, PlanOptions, estimate, make_plan};
 use crate::text::{DEFAULT_SAMPLES, Segments};
 
 #[derive(clap::Args)]
@@ -69,6 +68,7 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
         longest: 0,
         max_memory: open::memory(request.memory),
         batch_tokens: request.batch_tokens,
+        shard_bytes: DEFAULT_SHARD_BYTES,
     };
     let segments = if !options.scheme.needs_inputs() {
         Segments::none()
@@ -113,23 +113,6 @@ pub fn check_disk(plan: &Plan, out: &Path) -> Result<()> {
     }
 }
 
-/// Seconds that the run will take, from a short measurement of this device's matrix product.
-async fn estimate(plan: &Plan, device: &Device) -> Result<f64> {
-    let (m, n) = (512, 1024);
-    let x = Tensor::from_f32(device, &[m, n], vec![0.5; m * n])?;
-    let w = Tensor::from_f32(device, &[n, n], vec![0.25; n * n])?;
-    let mut best = f64::INFINITY;
-    for _ in 0..3 {
-        let begun = std::time::Instant::now();
-        linear(&x, &w, None)?;
-        device.settle().await?;
-        best = best.min(begun.elapsed().as_secs_f64());
-    }
-    let rate = 2.0 * (m * n * n) as f64 / best;
-    // Norms, attention and scale search run beside the products; measured, they add about half.
-    Ok(plan.flops / rate * 1.5)
-}
-
 pub async fn run(args: Args) -> Result<()> {
     let request = Request {
         model: &args.model,
@@ -144,7 +127,7 @@ pub async fn run(args: Args) -> Result<()> {
     if let Some(out) = &args.out {
         check_disk(&plan, out)?;
     }
-    let seconds = estimate(&plan, &device).await?;
+    let seconds = estimate::seconds(&plan, estimate::speed(&device).await?);
     if args.json {
         let object = serde_json::json!({
             "model_type": plan.config.family.name(),

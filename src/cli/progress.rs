@@ -130,7 +130,7 @@ impl Observer for Terminal {
                 }
             }
             Event::Warning(text) => self.bar.suspend(|| eprintln!("warning: {text}")),
-            Event::BlockDone { .. } => {}
+            Event::Weights(_) | Event::BlockDone { .. } => {}
         }
     }
 

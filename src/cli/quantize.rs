@@ -3,7 +3,6 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
-use super::open;
 use super::options::{CalibrationArgs, DeviceArgs, MemoryArgs, SchemeArgs};
 use super::plan::{Prepared, Request, check_disk, prepare};
 use super::progress::{Terminal, stop_flag};
@@ -77,7 +76,7 @@ pub async fn run(args: Args) -> Result<()> {
             device.describe()
         );
     }
-    let options = RunOptions { calibration: open::calibration_name(&args.calibration), resume: args.resume };
+    let options = RunOptions { calibration: args.calibration.segments().to_string(), resume: args.resume };
     let mut terminal = Terminal::new(stop, !args.json);
     let outcome =
         run_pipeline(&stored, &plan, &segments, &device, sink.clone(), &options, &mut terminal).await;

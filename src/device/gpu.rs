@@ -398,6 +398,11 @@ impl Gpu {
         self.check()
     }
 
+    /// The device is gone and computes nothing any more.
+    pub fn is_lost(&self) -> bool {
+        self.failure.lock().is_ok_and(|failure| failure.lost)
+    }
+
     /// Native queues only move when polled; a browser's move by themselves.
     fn wait(&self) {
         #[cfg(not(target_arch = "wasm32"))]

@@ -23,7 +23,7 @@ const BATCH_TOKENS: usize = 2048;
 /// Scores `segments` row by row. Only one block's weights are in memory at a time.
 ///
 /// `progress` hears the blocks done and their number, once for each micro-batch, and stops the
-/// evaluation by returning false.
+/// evaluation by returning false; it may take its time.
 ///
 /// # Errors
 /// [`Error::Interrupted`], and those of storage and device.
@@ -31,7 +31,7 @@ pub async fn perplexity(
     stored: &Stored,
     segments: &Segments,
     device: &Device,
-    mut progress: impl FnMut(usize, usize) -> bool,
+    mut progress: impl AsyncFnMut(usize, usize) -> bool,
 ) -> Result<Perplexity> {
     let begun = web_time::Instant::now();
     let config = ModelConfig::parse(stored.checkpoint.config())?;
@@ -44,7 +44,7 @@ pub async fn perplexity(
     for layer in 0..config.layers {
         let block = Block::load(&config, layer, stored, device).await?;
         for batch in 0..batches.len() {
-            go_on(progress(layer, config.layers))?;
+            go_on(progress(layer, config.layers).await)?;
             let Some(mut h) = stream.take(batch)? else { continue };
             block.forward(&mut h, batches.get(batch).seq_len, &rope)?;
             stream.put(batch, h).await?;
@@ -54,7 +54,7 @@ pub async fn perplexity(
     let head = Head::load(&config, stored, device).await?;
     let (mut sum, mut tokens) = (0f64, 0);
     for batch in 0..batches.len() {
-        go_on(progress(config.layers, config.layers))?;
+        go_on(progress(config.layers, config.layers).await)?;
         let Some(h) = stream.take(batch)? else { continue };
         let (ids, seq_len) = (&batches.get(batch).ids, batches.get(batch).seq_len);
         // The last row of a sequence predicts a token that is not there; its target is any.

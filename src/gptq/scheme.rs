@@ -38,6 +38,19 @@ pub struct Scheme {
     pub damp_percent: f64,
 }
 
+/// What a person may choose of a [`Scheme`].
+#[derive(Debug, Clone)]
+pub struct Choice {
+    pub preset: Preset,
+    pub bits: u32,
+    pub group_size: i64,
+    pub sym: bool,
+    pub desc_act: Option<bool>,
+    pub static_groups: Option<bool>,
+    pub mse: Option<bool>,
+    pub damp_percent: f64,
+}
+
 /// The bit widths that the file formats know.
 pub const BITS: [u32; 4] = [2, 3, 4, 8];
 
@@ -58,6 +71,40 @@ impl Scheme {
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
         }
+    }
+
+    /// The scheme that a person's choices make: those left out are the preset's. `group_size` is −1 for
+    /// one group per row.
+    ///
+    /// # Errors
+    /// [`Error::Options`] for choices that make no sense, alone or together.
+    pub fn chosen(choice: &Choice) -> Result<Self> {
+        let group_size = match choice.group_size {
+            -1 => None,
+            size => Some(usize::try_from(size).map_err(|_| {
+                Error::options(
+                    format!("--group-size {size} is not a size"),
+                    "Use -1, or a number of columns such as 128",
+                )
+            })?),
+        };
+        let base = Self::preset(choice.preset, choice.bits, group_size);
+        let scheme = Self {
+            sym: choice.sym,
+            desc_act: choice.desc_act.unwrap_or(base.desc_act),
+            static_groups: choice.static_groups.unwrap_or(base.static_groups),
+            mse: choice.mse.unwrap_or(base.mse),
+            damp_percent: choice.damp_percent,
+            ..base
+        };
+        scheme.check()?;
+        if scheme.preset == Preset::Rtn && (scheme.desc_act || !scheme.static_groups) {
+            return Err(Error::options(
+                "--preset rtn takes no order of columns and has static groups only",
+                "Leave out --desc-act and --static-groups, or choose --preset reference",
+            ));
+        }
+        Ok(scheme)
     }
 
     /// Refuses what no file can hold or no arithmetic can do.

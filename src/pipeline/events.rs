@@ -1,6 +1,8 @@
 //! What a run tells while it goes on.
 
+use super::corner::Corner;
 use super::report::ModuleRow;
+use crate::storage::LocalFuture;
 
 /// Something happened.
 #[derive(Debug, Clone)]
@@ -14,6 +16,8 @@ pub enum Event<'a> {
     Progress { block: usize, stage: &'static str, done: f64, total: f64 },
     /// A linear layer is quantized.
     Module(&'a ModuleRow),
+    /// A corner of that layer, for those who [want](Observer::wants_weights) it.
+    Weights(&'a Corner),
     /// Something the user should know.
     Warning(String),
     /// A block is finished and written.
@@ -24,8 +28,19 @@ pub enum Event<'a> {
 pub trait Observer {
     fn event(&mut self, event: Event);
 
+    /// Awaited before each question whether to stop: a paused run waits here. In a browser it is also
+    /// where messages get in, since nothing else in a run on the CPU waits for anything.
+    fn pause(&mut self) -> LocalFuture<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
+
     /// Asked at every point where stopping loses nothing but the block at hand.
     fn stop_requested(&self) -> bool {
+        false
+    }
+
+    /// Whether to send [`Event::Weights`]; each costs a small read.
+    fn wants_weights(&self) -> bool {
         false
     }
 }

@@ -3,6 +3,8 @@
 //! [`plan`] checks everything that can be checked before any work; [`run`] goes block by block and
 //! stage by stage; [`journal`] lets a stopped run go on; [`events`] tells what is happening.
 
+pub mod corner;
+pub mod estimate;
 pub mod events;
 pub mod journal;
 pub mod plan;
@@ -11,7 +13,8 @@ pub mod run;
 pub mod stream;
 mod unfinished;
 
+pub use corner::Corner;
 pub use events::{Event, Observer};
-pub use plan::{Plan, PlanOptions, make_plan};
+pub use plan::{ModulePlan, Plan, PlanOptions, make_plan};
 pub use report::{ModuleRow, RunReport};
 pub use run::{RunOptions, run};

@@ -6,7 +6,6 @@ use std::collections::HashMap;
 use serde::Serialize;
 
 use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
-use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::checkpoint::{Layout, TensorSpec, gptq};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -27,6 +26,8 @@ pub struct PlanOptions {
     /// Tokens of a micro-batch where they are given: a stopped run keeps its own, because sums over
     /// other micro-batches round differently.
     pub batch_tokens: Option<usize>,
+    /// Bytes of tensors in one file of the result, at most.
+    pub shard_bytes: u64,
 }
 
 /// One linear layer of the plan.
@@ -142,7 +143,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             quantized_bytes: tensors.iter().map(bytes).sum(),
         });
     }
-    let layout = layout(stored, &config, scheme, &specs)?;
+    let layout = layout(stored, &config, options, &specs)?;
     let mut quant = QuantConfig::new(StoredScheme {
         bits: scheme.bits,
         group_size: group,
@@ -286,7 +287,7 @@ fn gptq_specs(scheme: &Scheme, spec: &LinearSpec) -> Result<Vec<TensorSpec>> {
 fn layout(
     stored: &Stored,
     config: &ModelConfig,
-    scheme: &Scheme,
+    options: &PlanOptions,
     specs: &[(usize, &'static str, LinearSpec)],
 ) -> Result<Layout> {
     let copied = |name: &str| {
@@ -302,10 +303,10 @@ fn layout(
             tensors.push(copied(&name)?);
         }
         for (_, _, spec) in specs.iter().filter(|(of, _, _)| *of == layer) {
-            tensors.extend(gptq_specs(scheme, spec)?);
+            tensors.extend(gptq_specs(&options.scheme, spec)?);
         }
     }
-    Layout::new(tensors, DEFAULT_SHARD_BYTES)
+    Layout::new(tensors, options.shard_bytes)
 }
 
 /// Tensors that no block owns: embedding, final norm, head, and whatever else the file holds.

@@ -9,6 +9,7 @@ use std::rc::Rc;
 
 use web_time::Instant;
 
+use super::corner::Corner;
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
 use super::plan::{Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
@@ -200,7 +201,7 @@ impl Run<'_> {
             self.observer.event(Event::Replaying { block: layer });
             let block = Block::load(&self.plan.config, layer, &done, self.device).await?;
             for batch in 0..self.batches.len() {
-                self.stop_point(layer)?;
+                self.stop_point(layer).await?;
                 let Some(mut h) = stream.take(batch)? else { continue };
                 block.forward(&mut h, self.batches.get(batch).seq_len, &self.rope)?;
                 stream.put(batch, h).await?;
@@ -251,7 +252,7 @@ impl Run<'_> {
         let mut h = SymmetricPanels::zeros(self.device, n)?;
         let scale = 2.0 / self.batches.tokens() as f32;
         for batch in 0..self.batches.len() {
-            self.stop_point(layer)?;
+            self.stop_point(layer).await?;
             let seq_len = self.batches.get(batch).seq_len;
             let Some(mut hidden) = stream.take(batch)? else { continue };
             let since = Instant::now();
@@ -292,7 +293,7 @@ impl Run<'_> {
         between: &mut Stream,
     ) -> Result<()> {
         for batch in 0..self.batches.len() {
-            self.stop_point(layer)?;
+            self.stop_point(layer).await?;
             let Some(mut hidden) = stream.take(batch)? else { continue };
             let since = Instant::now();
             let inner = match between.take(batch)? {
@@ -330,7 +331,7 @@ impl Run<'_> {
             self.warn(format!("{place}: damping had to be raised from {} to {used}", scheme.damp_percent));
         }
         for spec in &stage.linears {
-            self.stop_point(layer)?;
+            self.stop_point(layer).await?;
             let since = Instant::now();
             let (linear, quantized, loss) = self.quantize_linear(spec, &prepared).await?;
             let row = ModuleRow {
@@ -355,6 +356,10 @@ impl Run<'_> {
             self.clock.add("write", since);
             block.set_linear(spec.clone(), linear);
             self.observer.event(Event::Module(&row));
+            if self.observer.wants_weights() {
+                let corner = Corner::of(self.stored, spec, &quantized).await?;
+                self.observer.event(Event::Weights(&corner));
+            }
             self.journal.modules.push(row);
             let flops = linear_flops(scheme, spec, self.batches.tokens());
             self.advance(layer, stage.name, flops);
@@ -469,7 +474,8 @@ impl Run<'_> {
     }
 
     /// Where stopping loses nothing but the block at hand.
-    fn stop_point(&self, layer: usize) -> Result<()> {
+    async fn stop_point(&mut self, layer: usize) -> Result<()> {
+        self.observer.pause().await;
         if !self.observer.stop_requested() {
             return Ok(());
         }

@@ -11,6 +11,8 @@ use std::rc::Rc;
 
 use crate::error::{Error, Result};
 
+#[cfg(target_arch = "wasm32")]
+pub mod browser;
 pub mod memory;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod native;

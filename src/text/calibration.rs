@@ -38,6 +38,25 @@ pub struct SegmentOptions {
     pub seed: u64,
 }
 
+/// As the command line's options: how a stopped run remembers them.
+impl std::fmt::Display for SegmentOptions {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let samples = self.samples.map_or("as many as usual".to_owned(), |samples| samples.to_string());
+        write!(out, "--samples {samples}, --seq-len {}, --seed {}", self.seq_len, self.seed)
+    }
+}
+
+/// Texts in a file: one, or its rows.
+///
+/// # Errors
+/// As [`calibration_segments`], as far as they need no model.
+pub fn documents(file: &TextFile) -> Result<usize> {
+    Ok(match Opened::new(file, usize::MAX)?.content {
+        Content::Text(_) => 1,
+        Content::Rows(rows) => rows.len(),
+    })
+}
+
 /// Calibration segments of one or several files.
 ///
 /// - `.txt`: windows of `seq_len` tokens at random places spread over the whole text, without

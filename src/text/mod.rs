@@ -17,7 +17,9 @@ mod tojson;
 mod tokenizer;
 mod windows;
 
-pub use calibration::{DEFAULT_SAMPLES, SegmentOptions, TextFile, calibration_segments, evaluation_segments};
+pub use calibration::{
+    DEFAULT_SAMPLES, SegmentOptions, TextFile, calibration_segments, documents, evaluation_segments,
+};
 pub use chat::{ChatTemplate, RenderOptions};
 pub use segments::{SegmentReport, Segments, SourceKind, SourceReport};
 pub use strftime::Clock;

@@ -23,7 +23,12 @@ pub enum Request {
     /// Look for an adapter. → [`Event::Ready`]
     Start,
     /// Look at a model: the embedded one, or the posted `files`. → [`Event::Model`]
-    Open { demo: bool },
+    Open {
+        demo: bool,
+        /// What to call a model of files whose folder the browser does not tell.
+        #[serde(default)]
+        name: Option<String>,
+    },
     /// Calibration text: the built-in sample, or the posted `files` (.txt, .jsonl). → [`Event::Text`]
     Calibration { builtin: bool },
     /// Check everything that can be checked. → [`Event::Plan`]
@@ -39,7 +44,14 @@ pub enum Request {
     Cancel,
     /// Perplexity of the open model (`before`) or of the last result (`after`), on the built-in text
     /// or the posted `files`. → [`Event::Scoring`] …, [`Event::Score`]
-    Evaluate { which: Which, builtin: bool, max_tokens: usize },
+    Evaluate {
+        which: Which,
+        builtin: bool,
+        max_tokens: usize,
+        /// A stored result by its name, instead of the last one (`after` only).
+        #[serde(default)]
+        stored: Option<String>,
+    },
     /// Results and stopped runs in the browser's private storage. → [`Event::Stored`]
     List,
     /// The files of a stored result, as `File` objects beside the event. → [`Event::Files`]
@@ -56,7 +68,7 @@ pub enum Which {
 }
 
 /// Everything that a person may choose.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
     /// "gpu" or "cpu".
     pub device: String,
@@ -97,11 +109,21 @@ pub enum Event {
         version: String,
     },
     Model(ModelSummary),
-    Text { name: String, bytes: u64, documents: usize },
+    Text {
+        name: String,
+        bytes: u64,
+        documents: usize,
+    },
     Plan(PlanSummary),
-    Started { blocks: usize, done: usize, tokens: usize },
+    Started {
+        blocks: usize,
+        done: usize,
+        tokens: usize,
+    },
     /// Finished blocks are applied again after a stop.
-    Replaying { block: usize },
+    Replaying {
+        block: usize,
+    },
     Progress {
         block: usize,
         blocks: usize,
@@ -129,8 +151,13 @@ pub enum Event {
         codes: Vec<u8>,
         errors: Vec<f32>,
     },
-    Warning { text: String },
-    BlockDone { block: usize, blocks: usize },
+    Warning {
+        text: String,
+    },
+    BlockDone {
+        block: usize,
+        blocks: usize,
+    },
     Paused,
     Resumed,
     Done {
@@ -144,11 +171,24 @@ pub enum Event {
         stored: Option<String>,
         warnings: Vec<String>,
     },
-    Scoring { fraction: f64 },
-    Score { which: Which, perplexity: f64, tokens: usize, seconds: f64 },
-    Stored { items: Vec<StoredItem>, quota_bytes: Option<u64>, used_bytes: Option<u64> },
+    Scoring {
+        fraction: f64,
+    },
+    Score {
+        which: Which,
+        perplexity: f64,
+        tokens: usize,
+        seconds: f64,
+    },
+    Stored {
+        items: Vec<StoredItem>,
+        quota_bytes: Option<u64>,
+        used_bytes: Option<u64>,
+    },
     /// The files travel beside the event as `files`.
-    Files { name: String },
+    Files {
+        name: String,
+    },
     Failed {
         /// One line: what happened, where, what to do.
         message: String,

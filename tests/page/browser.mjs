@@ -1,19 +1,15 @@
-// A Chromium with WebGPU in software, the built page served under a sub-path as on a static host, and a
-// watch over what the page asks for and complains of.
+// The page as a person has it: a browser, the built page on a server, and a watch over what the page asks for
+// and complains of.
 
-import { createServer } from 'node:http';
-import { mkdirSync, existsSync } from 'node:fs';
+import { mkdirSync } from 'node:fs';
 import { readFile } from 'node:fs/promises';
-import { extname, join, normalize } from 'node:path';
-import { fileURLToPath } from 'node:url';
+import { join } from 'node:path';
 import { chromium } from 'playwright-core';
+import { ROOT, serve } from './harness.mjs';
 
-export const ROOT = fileURLToPath(new URL('../../', import.meta.url));
-const DIST = process.env.HALFTONE_DIST ?? join(ROOT, 'dist');
 const CHROMIUM = process.env.HALFTONE_CHROMIUM ?? '/usr/bin/chromium';
 /** For a person to look at; git ignores it. */
 const SHOTS = join(ROOT, 'target', 'page');
-const PLACE = '/halftone/';
 
 const FLAGS = [
   '--no-sandbox', '--disable-background-networking', '--disable-component-update', '--disable-sync', '--no-first-run',
@@ -21,31 +17,10 @@ const FLAGS = [
 ];
 const SOFTWARE_GPU = ['--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshader'];
 
-const TYPES = {
-  '.html': 'text/html; charset=utf-8', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml',
-  '.wasm': 'application/wasm', '.json': 'application/json', '.txt': 'text/plain; charset=utf-8',
-};
-
-/** Serves the built page; no headers but the type, as any static host has them. */
-async function serve() {
-  if (!existsSync(join(DIST, 'index.html'))) throw new Error(`there is no page in ${DIST}. Build it with trunk first`);
-  const server = createServer(async (request, response) => {
-    const path = normalize(decodeURIComponent(new URL(request.url, 'http://localhost').pathname));
-    const file = path === PLACE ? 'index.html' : path.startsWith(PLACE) ? path.slice(PLACE.length) : null;
-    try {
-      const content = await readFile(join(DIST, file));
-      response.writeHead(200, { 'content-type': TYPES[extname(file)] ?? 'application/octet-stream' }).end(content);
-    } catch {
-      response.writeHead(404).end();
-    }
-  });
-  await new Promise((ready) => { server.listen(0, '127.0.0.1', ready); });
-  return { server, origin: `http://127.0.0.1:${server.address().port}` };
-}
-
 /** Browser (with a GPU in software, or without any) and server; `page()` gives a page in a profile of its own, `close()` ends all. */
 export async function start({ gpu = true } = {}) {
-  const { server, origin } = await serve();
+  const server = await serve();
+  const { origin } = new URL(server.url);
   const browser = await chromium.launch({ executablePath: CHROMIUM, args: gpu ? [...FLAGS, ...SOFTWARE_GPU] : FLAGS });
   mkdirSync(SHOTS, { recursive: true });
   return {
@@ -59,7 +34,7 @@ export async function start({ gpu = true } = {}) {
       page.on('console', (line) => { if (line.type() === 'error') page.complaints.push(line.text()); });
       page.on('pageerror', (error) => page.complaints.push(error.stack));
       context.on('request', (request) => page.asked.push(request.url()));
-      await page.goto(origin + PLACE);
+      await page.goto(`${server.url}index.html`);
       await page.locator('#setup:not([hidden])').waitFor();
       return page;
     },

@@ -6,7 +6,8 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, before, test } from 'node:test';
 import { createRequire } from 'node:module';
-import { ROOT, downloaded, drop, shot, start } from './browser.mjs';
+import { downloaded, drop, shot, start } from './browser.mjs';
+import { ROOT } from './harness.mjs';
 
 const MODEL = join(ROOT, 'web/demo/model');
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
