@@ -98,7 +98,13 @@ export class Charts {
         dots('rounding', colours.other, loss, false),
         dots('GPTQ', colours.accent, loss, true),
       ],
-      axes: [this.#blocks(colours), axis(colours, { size: 58, splits: (_, __, low, high) => powers(low, high), values: (_, ticks) => ticks.map(power) })],
+      axes: [this.#blocks(colours), axis(colours, {
+        size: 58,
+        splits: (_, __, low, high) => powers(low, high),
+        // All of them get a label; uPlot would leave out some.
+        filter: (_, ticks) => ticks,
+        values: (_, ticks) => ticks.map(power),
+      })],
     }));
     this.#shares = new Chart(shareHost, (colours) => ({
       scales: { x: this.#x(), y: { range: (_, low) => [Math.min(0, low ?? 0), 1] } },
