@@ -6,18 +6,20 @@ SHELL := /bin/bash
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo lint test
+.PHONY: help setup build demo page serve lint test test-page
 
 help:
 	@echo 'make demo     quantize the embedded demo model at 4, 3 and 2 bits and compare'
 	@echo '              (options: make demo ARGS="--device gpu")'
-	@echo 'make test     formatting, lints (native and wasm32) and all tests'
+	@echo 'make page     the page, as dist/: any static host can serve it, under any path'
+	@echo 'make serve    build the page and serve it at http://127.0.0.1:8080'
+	@echo 'make test     formatting, lints (native and wasm32) and all tests, the page in a browser too'
 	@echo 'make build    the program, as target/release/halftone'
 	@echo 'make lint     formatting and lints only'
 	@echo 'make setup    install everything that the commands above need'
 
 setup:
-	@scripts/setup build lint adapter
+	@scripts/setup build lint adapter page browser
 
 build:
 	@scripts/setup build
@@ -27,11 +29,20 @@ demo:
 	@scripts/setup build
 	cargo run --release -- demo $(ARGS)
 
+# Trunk downloads nothing, so the crates must be there before.
+page:
+	@scripts/setup build lint page
+	cargo fetch --locked
+	trunk build --release
+
+serve: page
+	trunk serve --release
+
 lint:
 	@scripts/setup build lint
 	cargo fmt --check
 	cargo clippy --all-targets -- -D warnings
-	cargo clippy --lib --target wasm32-unknown-unknown -- -D warnings
+	cargo clippy --lib --bins --target wasm32-unknown-unknown -- -D warnings
 
 # Without HALFTONE_REQUIRE_ADAPTER tests that find no adapter pass without testing anything.
 test: lint
@@ -43,3 +54,13 @@ test: lint
 	fi; \
 	echo cargo test; \
 	cargo test
+	@$(MAKE) --no-print-directory test-page
+
+test-page: page
+	@scripts/setup browser
+	@if scripts/setup has-browser; then \
+		echo npm test --prefix tests/page; \
+		npm test --silent --prefix tests/page; \
+	else \
+		echo 'no Chromium or Node: the page is not tested'; \
+	fi

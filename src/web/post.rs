@@ -78,6 +78,11 @@ pub fn catch_panics() {
     }
 }
 
+/// A panic leaves nothing that could answer again.
+pub fn is_dead() -> bool {
+    DEAD.get()
+}
+
 /// What was at work is gone, but finished blocks are kept.
 fn die(message: &str) {
     if !DEAD.replace(true) {

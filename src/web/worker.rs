@@ -8,7 +8,7 @@ use wasm_bindgen::prelude::*;
 use web_sys::{File, FileSystemDirectoryHandle, MessageEvent};
 
 use super::control::Control;
-use super::post::{catch_panics, post_failure, scope};
+use super::post::{catch_panics, is_dead, post_failure, scope};
 use super::protocol::{Message, Request};
 use super::session::Session;
 use crate::error::Error;
@@ -35,6 +35,13 @@ pub fn main() {
             }
         };
         let id = posted.message.id;
+        if is_dead() {
+            return post_failure(
+                id,
+                &Error::Internal("the program has stopped; reload the page".into()),
+                true,
+            );
+        }
         match posted.message.request {
             Request::Pause => heard.pause(id),
             Request::Resume => heard.resume(id),

@@ -164,6 +164,7 @@ function installDriver() {
       return id;
     },
     outcome: (id) => requests.get(id).promise,
+    count: (id) => requests.get(id).events.length,
     has: (id, type) => requests.get(id).events.some((event) => event.type === type),
     async fetch(name) {
       const id = await this.begin({ request: { type: 'fetch', name } });
