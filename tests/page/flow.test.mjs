@@ -1,0 +1,267 @@
+// The way of a person through the page, in a real browser with the real worker: model, plan, run, files.
+
+import assert from 'node:assert/strict';
+import { cpSync, mkdtempSync, readFileSync, rmSync, statSync, truncateSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { after, before, test } from 'node:test';
+import { createRequire } from 'node:module';
+import { downloaded, drop, shot, start } from './browser.mjs';
+import { ROOT } from './harness.mjs';
+
+const MODEL = join(ROOT, 'web/demo/model');
+const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
+const LONG = { timeout: 180_000 };
+
+let browser;
+let folder;
+
+before(async () => {
+  browser = await start();
+  folder = mkdtempSync(join(tmpdir(), 'halftone-page-'));
+});
+
+after(async () => {
+  await browser?.close();
+  rmSync(folder, { recursive: true, force: true });
+});
+
+/** A copy of the demo model, changed by `change(directory)`. */
+function copy(name, change = () => {}) {
+  const directory = join(folder, name);
+  cpSync(MODEL, directory, { recursive: true });
+  change(directory);
+  return directory;
+}
+
+/** Few and short samples on the CPU. */
+async function small(page, { samples = 4 } = {}) {
+  await page.check('[name=device][value=cpu]');
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  await page.selectOption('[name=group_size]', '64');
+  await page.fill('[name=samples]', String(samples));
+  await page.fill('[name=seq_len]', '64');
+  await page.getByText(`${samples * 64} tokens`, { exact: true }).waitFor(LONG);
+  await page.locator('#quantize:enabled').waitFor(LONG);
+}
+
+async function finished(page) {
+  await page.locator('#result:not([hidden]), #message:not([hidden])').first().waitFor(LONG);
+  assert.equal(await page.locator('#message:not([hidden])').count(), 0, await page.locator('#message-text').textContent());
+  await page.locator('#result-files a').first().waitFor(LONG);
+}
+
+const link = (page, name) => page.locator('#result-files a', { hasText: name });
+
+async function accessible(page, state) {
+  const { violations } = await page.evaluate(`${AXE}; axe.run()`);
+  assert.deepEqual(violations.map(({ id, nodes }) => [id, nodes.map(({ html }) => html)]), [], state);
+}
+
+/** Nothing was complained of, and nothing was asked for anywhere else. */
+function clean(page) {
+  assert.deepEqual(page.complaints, []);
+  const elsewhere = page.asked.filter((url) => !url.startsWith(browser.origin) && !url.startsWith(`blob:${browser.origin}`));
+  assert.deepEqual(elsewhere, []);
+}
+
+/** What the demo model gives with `small`, for the others to compare with. */
+let expected;
+
+test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
+  const page = await browser.page();
+  await page.getByText('SwiftShader').waitFor(LONG);
+  assert.ok(await page.isChecked('[name=device][value=cpu]'), 'software is not taken unasked');
+  await shot(page, 'start');
+  await accessible(page, 'start');
+  await page.click('#choose-demo');
+  await small(page);
+  assert.equal(await page.locator('#plan tbody tr').count(), 7);
+  await shot(page, 'plan');
+  await accessible(page, 'plan');
+
+  await page.click('#quantize');
+  await page.locator('#log-rows tr').nth(8).waitFor(LONG);
+  await shot(page, 'running');
+  await accessible(page, 'running');
+  await finished(page);
+  assert.equal(await page.locator('#log-rows tr').count(), 42);
+  await page.fill('#log-filter', 'down_proj');
+  assert.equal(await page.locator('#log-rows tr:visible').count(), 6);
+  const csv = await downloaded(page, page.locator('#save-csv'));
+  assert.equal(csv.bytes.toString().trim().split('\n').length, 43);
+  await page.fill('#log-filter', '');
+
+  const names = await page.locator('#result-files a').allTextContents();
+  for (const name of ['config.json', 'model.safetensors', 'quant_log.csv', 'quantize_config.json', 'tokenizer.json']) {
+    assert.ok(names.includes(name), `${name} is among ${names}`);
+  }
+  const config = JSON.parse((await downloaded(page, link(page, /^config\.json$/))).bytes);
+  assert.equal(config.quantization_config.bits, 4);
+  expected = (await downloaded(page, link(page, 'model.safetensors'))).bytes;
+  const header = JSON.parse(expected.subarray(8, 8 + Number(expected.readBigUInt64LE(0))));
+  assert.ok(header['model.layers.5.mlp.down_proj.qweight']);
+  const log = (await downloaded(page, link(page, 'quant_log.csv'))).bytes.toString();
+  const columns = (text) => text.trim().split('\n').map((line) => line.split(',').slice(0, 7).join());
+  assert.deepEqual(columns(csv.bytes.toString()), columns(log), 'the table is the program’s own');
+
+  await page.fill('[name=max_tokens]', '1024');
+  await page.click('#measure');
+  await page.locator('#perplexity-result dd').first().waitFor(LONG);
+  const [before, after] = (await page.locator('#perplexity-result dd').allTextContents()).map(Number);
+  assert.ok(before > 1 && after > before && after < before * 1.5, `${before} → ${after}`);
+  await shot(page, 'done');
+  await accessible(page, 'done');
+  const report = await downloaded(page, page.locator('#save-report'));
+  assert.match(report.bytes.toString(), /model\.layers\.5\.mlp\.down_proj/);
+  assert.doesNotMatch(report.bytes.toString(), /(src|href)="(?!data:)/, 'the report needs no other file');
+
+  await page.click('#anew');
+  await page.locator('#stored-items li').waitFor(LONG);
+  clean(page);
+  await page.context().close();
+});
+
+test('a folder by the file input gives the same bytes', LONG, async () => {
+  const page = await browser.page();
+  await page.setInputFiles('#folder-input', copy('chosen'));
+  await small(page);
+  assert.match(await page.locator('#model-facts').textContent(), /chosen/);
+  await page.click('#quantize');
+  await finished(page);
+  assert.ok((await downloaded(page, link(page, 'model.safetensors'))).bytes.equals(expected));
+  clean(page);
+  await page.context().close();
+});
+
+test('a folder by drag and drop, calibrated with a text of one’s own', LONG, async () => {
+  const page = await browser.page();
+  await drop(page, '#drop', [copy('dropped')]);
+  await page.check('[name=calibration][value=own]');
+  await page.setInputFiles('#calibration-input', join(ROOT, 'web/demo/calibration.txt'));
+  await small(page);
+  assert.match(await page.locator('#model-facts').textContent(), /dropped/);
+  await page.click('#quantize');
+  await finished(page);
+  assert.ok((await downloaded(page, link(page, 'model.safetensors'))).bytes.equals(expected));
+  clean(page);
+  await page.context().close();
+});
+
+test('what cannot be used is refused with the reason', LONG, async () => {
+  const page = await browser.page();
+  const refused = async (directory, pattern) => {
+    await page.setInputFiles('#folder-input', directory);
+    await page.locator('#message:not([hidden])').waitFor(LONG);
+    assert.match(await page.locator('#message-text').textContent(), pattern);
+    await page.click('#message-close');
+  };
+  const cut = (directory) => {
+    const file = join(directory, 'model.safetensors');
+    truncateSync(file, statSync(file).size - 1000);
+  };
+  await refused(copy('truncated', cut), /model\.safetensors/);
+  await shot(page, 'refused');
+  await refused(copy('bare', (directory) => rmSync(join(directory, 'config.json'))), /config\.json/);
+  const other = (directory) => {
+    const file = join(directory, 'config.json');
+    writeFileSync(file, JSON.stringify({ ...JSON.parse(readFileSync(file)), model_type: '<b>mamba</b>' }));
+  };
+  await refused(copy('other', other), /<b>mamba<\/b>/);
+  clean(page);
+  await page.context().close();
+});
+
+test('a run is paused, cancelled, found after a reload, and goes on to the same bytes', LONG, async () => {
+  const page = await browser.page();
+  await page.click('#choose-demo');
+  await small(page);
+  await page.click('#quantize');
+  await page.click('#pause');
+  await page.getByText('Paused.').first().waitFor(LONG);
+  await page.click('#resume');
+  await page.locator('#log-rows tr').nth(8).waitFor(LONG);
+  await page.click('#cancel');
+  await page.locator('#again:not([hidden])').waitFor(LONG);
+  assert.match(await page.locator('#run-status').textContent(), /stopped on request/);
+  await shot(page, 'stopped');
+  await accessible(page, 'stopped');
+
+  await page.reload();
+  await page.locator('#stored-items').getByText('stopped,').waitFor(LONG);
+  await shot(page, 'resume');
+  await page.locator('#stored-items').getByText('Resume').click();
+  await page.click('#choose-demo');
+  await page.locator('#quantize:enabled', { hasText: 'Go on' }).waitFor(LONG);
+  await page.click('#quantize');
+  await finished(page);
+  assert.equal(await page.locator('#log-rows tr').count(), 42);
+  assert.ok((await downloaded(page, link(page, 'model.safetensors'))).bytes.equals(expected));
+  clean(page);
+  await page.context().close();
+});
+
+/** A person's folder, which no test can choose in the browser's dialog: one of the private storage is given. */
+const folderPicker = () => {
+  window.showDirectoryPicker = async ({ id }) => {
+    const root = await navigator.storage.getDirectory();
+    return root.getDirectoryHandle(id, { create: true });
+  };
+};
+
+const contents = (page, ...path) => page.evaluate(async (path) => {
+  let directory = await navigator.storage.getDirectory();
+  for (const name of path) directory = await directory.getDirectoryHandle(name);
+  const names = [];
+  for await (const name of directory.keys()) names.push(name);
+  return names.sort();
+}, path);
+
+test('into a folder of one’s own: empty, and then one with something in it', LONG, async () => {
+  const page = await browser.page({ prepare: folderPicker });
+  await page.click('#choose-demo');
+  await small(page);
+  await page.check('[name=output][value=folder]');
+  await page.getByText('halftone-output').waitFor();
+  for (const where of [['halftone-output'], ['halftone-output', 'demo-4bit']]) {
+    await page.locator('#quantize:enabled').waitFor(LONG);
+    await page.click('#quantize');
+    await page.locator('#result:not([hidden]), #message:not([hidden])').first().waitFor(LONG);
+    assert.equal(await page.locator('#result-place').textContent(), `All files are in ${where.join('/')}.`);
+    const names = await contents(page, ...where);
+    assert.ok(names.includes('model.safetensors') && names.includes('config.json'), names.join());
+    assert.ok(!names.some((name) => name.includes('journal')), names.join());
+    await page.click('#anew');
+  }
+  clean(page);
+  await page.context().close();
+});
+
+test('without WebGPU the page says so and offers the CPU', LONG, async () => {
+  const bare = await start({ gpu: false });
+  const page = await bare.page();
+  await page.getByText('No GPU here.').waitFor(LONG);
+  assert.match(await page.locator('#device-note').textContent(), /adapter/);
+  assert.ok(await page.isChecked('[name=device][value=cpu]'));
+  assert.ok(await page.isDisabled('[name=device][value=gpu]'));
+  await shot(page, 'no-gpu');
+  assert.deepEqual(page.complaints, []);
+  await bare.close();
+});
+
+test('narrow and dark', LONG, async () => {
+  const page = await browser.page({ viewport: { width: 360, height: 740 }, colorScheme: 'dark' });
+  await page.click('#choose-demo');
+  await small(page);
+  const wider = () => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
+  assert.ok(await wider() <= 0);
+  await shot(page, 'narrow-plan');
+  await accessible(page, 'dark');
+  await page.click('#quantize');
+  await finished(page);
+  assert.ok(await wider() <= 0);
+  await shot(page, 'narrow-done');
+  await accessible(page, 'dark and done');
+  clean(page);
+  await page.context().close();
+});

@@ -1,1 +1,0 @@
-const worker = new Worker('worker.js');

@@ -1,0 +1,87 @@
+// The plan: what the run will take, checked before any work.
+
+import { byId, element, facts } from './dom.js';
+import { about, bytes, count, group, percent } from './format.js';
+
+const PARTS = {
+  stream: 'text',
+  between_stages: 'between stages',
+  weights: 'weights',
+  hessian: 'Hessian and factor',
+  working: 'working',
+};
+
+/** @param plan the event `plan`  @param model the event `model` */
+export function render(plan, model) {
+  const list = element('dl', { className: 'facts' });
+  facts(list, [
+    ['Time', plan.seconds === null ? 'not known yet' : about(plan.seconds), 'from a short measurement of this device'],
+    ['Result', `${bytes(plan.output_bytes)}, ${percent(plan.output_bytes / model.bytes, 0)} of ${bytes(model.bytes)}`],
+    ['Calibration', plan.tokens ? `${count(plan.tokens)} tokens` : 'none'],
+    ['Memory', bytes(plan.memory_bytes), 'at the most demanding moment'],
+    ['Free in the browser', plan.free_bytes === null ? null : bytes(plan.free_bytes)],
+  ]);
+  byId('plan-body').replaceChildren(list, memory(plan), warnings(plan.warnings), modules(plan.modules));
+}
+
+/** The parts of the memory's peak as one bar with a legend. */
+function memory({ memory, memory_bytes: total }) {
+  const parts = Object.entries(memory).filter(([, value]) => value > 0);
+  const bar = element('div', { className: 'stack' });
+  bar.setAttribute('aria-hidden', 'true');
+  const legend = element('ul', { className: 'legend' });
+  parts.forEach(([name, value], index) => {
+    const piece = element('span', { className: `part part-${index % 6}` });
+    piece.style.flexGrow = String(value / total);
+    bar.append(piece);
+    legend.append(element('li', {}, element('i', { className: `part-${index % 6}` }),
+      `${PARTS[name] ?? name.replaceAll('_', ' ')} ${bytes(value)}`));
+  });
+  return element('div', { className: 'memory' }, bar, legend);
+}
+
+export function warnings(texts) {
+  const list = element('ul', { className: 'warnings', hidden: texts.length === 0 });
+  list.append(...texts.map((text) => element('li', {}, text)));
+  return list;
+}
+
+/** Layers of one kind share a row; all of them one by one are a click away. */
+function modules(rows) {
+  const kinds = new Map();
+  for (const row of rows) {
+    const name = row.module.replace(/\.\d+\./, '.*.');
+    const key = [name, row.input, row.output, row.bits, row.group].join(' ');
+    const kind = kinds.get(key) ?? { ...row, module: name.split('.*.').pop(), times: 0, dense_bytes: 0, quantized_bytes: 0 };
+    kind.times += 1;
+    kind.dense_bytes += row.dense_bytes;
+    kind.quantized_bytes += row.quantized_bytes;
+    kinds.set(key, kind);
+  }
+  const all = element('details', {}, element('summary', {}, `All ${count(rows.length)} layers one by one`));
+  all.addEventListener('toggle', () => {
+    if (all.open && all.childElementCount === 1) all.append(scrolling('Every layer of the plan', table(rows)));
+  });
+  return element('div', {}, scrolling('Layers by kind', table([...kinds.values()])), all);
+}
+
+function scrolling(label, content) {
+  const box = element('div', { className: 'scroll', tabIndex: 0 }, content);
+  box.setAttribute('role', 'region');
+  box.setAttribute('aria-label', label);
+  return box;
+}
+
+function table(rows) {
+  const head = (text, className = '') => element('th', { scope: 'col', className }, text);
+  const body = rows.map((row) => element('tr', {},
+    element('td', { className: 'text' }, row.times > 1 ? `${row.module} ×${row.times}` : row.module),
+    element('td', {}, `${row.input} → ${row.output}`),
+    element('td', {}, String(row.bits)),
+    element('td', {}, group(row.group)),
+    element('td', {}, `${bytes(row.dense_bytes)} → ${bytes(row.quantized_bytes)}`)));
+  return element('table', {},
+    element('thead', {}, element('tr', {},
+      head('layer', 'text'), head('in → out'), head('bits'), head('group'), head('size'))),
+    element('tbody', {}, ...body));
+}
