@@ -48,8 +48,9 @@ struct Failure {
 impl Failure {
     fn record(slot: &Mutex<Self>, text: &str, lost: bool) {
         if let Ok(mut failure) = slot.lock() {
-            // wgpu's messages span lines; an error here is one.
-            failure.first.get_or_insert(text.split_whitespace().collect::<Vec<_>>().join(" "));
+            // wgpu's messages span lines and end with a stop; an error here is one line, and goes on.
+            let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
+            failure.first.get_or_insert(line.trim_end_matches('.').to_owned());
             failure.lost |= lost;
         }
     }

@@ -53,7 +53,10 @@ async fn find() -> Result<Adapter, String> {
     let imitated =
         ["swiftshader", "llvmpipe", "lavapipe", "basic render"].iter().any(|word| all.contains(word));
     Ok(Adapter {
-        name: [description, text("device")].into_iter().find(|name| !name.is_empty()).unwrap_or_default(),
+        name: [description, text("device"), format!("{vendor} {architecture}")]
+            .into_iter()
+            .find(|name| !name.trim().is_empty())
+            .unwrap_or_else(|| "GPU".to_owned()),
         software: imitated || get(&info, "isFallbackAdapter").is_truthy(),
         vendor,
         architecture,

@@ -56,8 +56,12 @@ impl Session {
                     Some(target) => Journal::read(target.sink.as_ref()).await.ok().flatten(),
                     None => None,
                 };
-                let resumable = journal.is_some();
+                let mut resumable = journal.is_some();
                 let blocks = journal.map_or(0, |journal| journal.blocks_done);
+                if let (0, Some(name)) = (blocks, target.and_then(|target| target.stored)) {
+                    // Nothing to go on from. If it cannot be removed, a person still can.
+                    resumable = shelf::remove(&name).await.is_err();
+                }
                 post_failure(id, &with_what_is_kept(error, blocks), resumable);
             }
         }
@@ -127,8 +131,7 @@ impl Session {
             if attempt > REOPENINGS || !is_lost(&device) {
                 return Err(error);
             }
-            // Whatever took it too long is asked for in smaller pieces; sums keep their order, so the
-            // result stays the same.
+            // What took it too long comes in smaller pieces now; sums keep their order.
             post(id, Event::Warning { text: format!("{error}; the device is opened again") });
             self.forget_broken(&error);
             device = self.choose_device(settings).await?;

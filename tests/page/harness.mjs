@@ -3,7 +3,7 @@
 
 import { createServer } from 'node:http';
 import { createReadStream } from 'node:fs';
-import { mkdtemp, readFile, rm, stat } from 'node:fs/promises';
+import { mkdtemp, rm, stat } from 'node:fs/promises';
 import { tmpdir } from 'node:os';
 import { extname, join, normalize } from 'node:path';
 import { fileURLToPath } from 'node:url';
@@ -76,7 +76,11 @@ export class Worker {
     return worker;
   }
 
-  /** Starts a request; `outcome` waits for its end. `files` are `[name, base64]`, or from the file input. */
+  /**
+   * Starts a request; `outcome` waits for its end. `files` are `[name, content]`, or from the file input if
+   * `chosen`. Content is text, or undefined for the demo model's file of that name, or that file's first
+   * bytes if a number.
+   */
   begin(request, { files, chosen = false, directory } = {}) {
     return this.page.evaluate((...args) => window.driver.begin(...args), { request, files, chosen, directory });
   }
@@ -114,6 +118,13 @@ export class Worker {
     return decoded(await this.page.evaluate((name) => window.driver.directory(name), name));
   }
 
+  /** Ends the browser's GPU process, as a driver's watchdog would; the browser starts another. */
+  async crashGpu() {
+    const session = await this.page.context().newCDPSession(this.page);
+    await session.send('Browser.crashGpuProcess');
+    await session.detach();
+  }
+
   close() {
     return this.page.close();
   }
@@ -132,18 +143,30 @@ function installDriver() {
   worker.onmessage = ({ data: { id, event, files } }) => {
     const request = requests.get(id);
     if (!request) return;
-    request.events.push(event);
+    // Pictures are looked at here: there are too many numbers in them to pass on.
+    request.events.push(event.type === 'weights' ? summary(event) : event);
     if (files) request.files = files;
     if (ENDS.has(event.type)) request.end(request.events);
   };
   worker.onerror = (error) => console.error(`worker: ${error.message}`);
+  const summary = ({ weights, codes, errors, ...rest }) => {
+    const mean = (values) => values.reduce((sum, x) => sum + Math.abs(x), 0) / values.length;
+    return {
+      ...rest, lengths: [weights, codes, errors].map(({ length }) => length),
+      weight: mean(weights), error: mean(errors), largest: Math.max(...codes),
+    };
+  };
   const base64 = async (blob) => {
     const bytes = new Uint8Array(await blob.arrayBuffer());
     let text = '';
     for (let i = 0; i < bytes.length; i += 32768) text += String.fromCharCode(...bytes.subarray(i, i + 32768));
     return btoa(text);
   };
-  const decode = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  const file = async ([name, content]) => {
+    if (typeof content === 'string') return new File([content], name);
+    const blob = await (await fetch(`demo/model/${name}`)).blob();
+    return new File([blob.slice(0, content ?? blob.size)], name);
+  };
   const folder = async (name) => {
     const root = await navigator.storage.getDirectory();
     return root.getDirectoryHandle(name, { create: true });
@@ -157,13 +180,13 @@ function installDriver() {
       worker.postMessage({
         id,
         request,
-        files: chosen ? [...document.querySelector('input').files]
-          : files?.map(([name, text]) => new File([decode(text)], name)),
+        files: chosen ? [...document.querySelector('input').files] : files && await Promise.all(files.map(file)),
         directory: directory && await folder(directory),
       });
       return id;
     },
     outcome: (id) => requests.get(id).promise,
+    last: (id, type) => requests.get(id).events.findLast((event) => event.type === type),
     count: (id) => requests.get(id).events.length,
     has: (id, type) => requests.get(id).events.some((event) => event.type === type),
     async fetch(name) {
@@ -180,11 +203,6 @@ function installDriver() {
       return found;
     },
   };
-}
-
-/** Files of a directory of this repository, as `begin` takes them. */
-export async function filesOf(directory, names) {
-  return Promise.all(names.map(async (name) => [name, (await readFile(join(ROOT, directory, name))).toString('base64')]));
 }
 
 /** Tensors of a safetensors file by name: dtype, shape, bytes. */

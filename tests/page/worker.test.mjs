@@ -8,7 +8,7 @@ import { mkdtemp, open, readFile, rm, symlink } from 'node:fs/promises';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, before, test } from 'node:test';
-import { ROOT, Worker, browse, filesOf, serve, tensors } from './harness.mjs';
+import { ROOT, Worker, browse, serve, tensors } from './harness.mjs';
 
 const SMALL = {
   device: 'cpu', preset: 'default', bits: 4, group_size: 64, sym: true, desc_act: null, damp_percent: 0.01,
@@ -41,12 +41,14 @@ function assertSame(files, others) {
   for (const [name, bytes] of files) if (isOutput(name)) assert.ok(bytes.equals(others.get(name)), `${name} differs`);
 }
 
-/** The share of 4-bit codes that are equal, over all quantized layers. */
-function equalCodes(a, b) {
+const percent = (share) => `${(100 * share).toFixed(2)} %`;
+
+/** The share of 4-bit codes that are equal, over all quantized layers or some. */
+function equalCodes(a, b, wanted = () => true) {
   let equal = 0;
   let count = 0;
   for (const [name, { bytes }] of tensors(a)) {
-    if (!name.endsWith('.qweight')) continue;
+    if (!name.endsWith('.qweight') || !wanted(name)) continue;
     const others = tensors(b).get(name).bytes;
     for (let i = 0; i < bytes.length; i++) {
       equal += ((bytes[i] ^ others[i]) & 15 ? 0 : 1) + ((bytes[i] ^ others[i]) >> 4 ? 0 : 1);
@@ -108,10 +110,10 @@ test('the demo model is quantized on the CPU', { timeout: 120_000 }, async () =>
   assert.ok(fractions.length > 5 && fractions.every((f, i) => f <= 1 && f >= (fractions[i - 1] ?? 0)));
   assert.ok(of('progress').every(({ block_fraction: f }) => f >= 0 && f <= 1));
   assert.ok(of('progress').at(-1).wasm_bytes < 512e6);
-  for (const { rows, cols, weights, codes, errors } of of('weights')) {
-    assert.deepEqual([rows * cols, rows * cols, rows * cols], [weights.length, codes.length, errors.length]);
-    const mean = (values) => values.reduce((sum, x) => sum + Math.abs(x), 0) / values.length;
-    assert.ok(mean(errors) < 0.3 * mean(weights) && codes.every((code) => code < 16));
+  assert.equal(of('weights').length, 42);
+  for (const { rows, cols, lengths, weight, error, largest } of of('weights')) {
+    assert.deepEqual(lengths, [rows * cols, rows * cols, rows * cols]);
+    assert.ok(error > 0 && error < 0.3 * weight && largest < 16);
   }
   whole = await worker.files(done.stored);
   console.log(`# CPU: ${done.seconds.toFixed(1)} s, ${of('progress').at(-1).wasm_bytes / 1e6} MB of wasm memory`);
@@ -132,24 +134,42 @@ test('the result is listed, and perplexity tells it from the model', { timeout: 
   console.log(`# perplexity ${before.perplexity.toFixed(3)} before, ${after.perplexity.toFixed(3)} after (${after.seconds.toFixed(1)} s)`);
 });
 
-test('the command line makes nearly the same codes', { timeout: 120_000 }, async (t) => {
+/** What the command line makes of the demo model with the same settings; `undefined` if it is not built. */
+async function native(options) {
   const target = process.env.CARGO_TARGET_DIR ?? join(ROOT, 'target');
   const program = ['release', 'debug'].map((profile) => join(target, profile, 'halftone')).find(existsSync);
-  if (!program) return t.skip('the command line is not built');
+  if (!program) return undefined;
   const out = await mkdtemp(join(tmpdir(), 'halftone-native-'));
   execFileSync(program, [
     'quantize', join(ROOT, 'web/demo/model'), '--calibration', join(ROOT, 'web/demo/calibration.txt'), '--out', join(out, 'q'),
-    '--group-size', '64', '--samples', '4', '--seq-len', '128', '--device', 'cpu', '--json',
-  ], { stdio: ['ignore', 'pipe', 'inherit'] });
-  const native = await readFile(join(out, 'q', WEIGHTS));
+    '--group-size', '64', '--samples', '4', '--seq-len', '128', '--device', 'cpu', '--json', ...options,
+  ], { stdio: ['ignore', 'pipe', 'ignore'] });
+  const weights = await readFile(join(out, 'q', WEIGHTS));
   await rm(out, { recursive: true });
-  // A processor with fused multiply-add rounds once where wasm rounds twice; the rest is the same.
-  const share = equalCodes(native, whole.get(WEIGHTS));
-  console.log(`# ${(100 * share).toFixed(2)} % of codes equal the command line's`);
-  assert.ok(share > 0.9, `only ${share} of the codes are equal`);
-  const [ours, theirs] = [tensors(whole.get(WEIGHTS)), tensors(native)];
-  assert.deepEqual([...ours.keys()], [...theirs.keys()]);
-  for (const [name, { dtype, shape }] of ours) assert.deepEqual([dtype, shape], [theirs.get(name).dtype, theirs.get(name).shape]);
+  return weights;
+}
+
+test('rounding to nearest gives the bytes of the command line', { timeout: 60_000 }, async (t) => {
+  const theirs = await native(['--preset', 'rtn']);
+  if (!theirs) return t.skip('the command line is not built');
+  const done = await worker.get({ type: 'quantize', settings: { ...SMALL, preset: 'rtn' }, resume: false });
+  assert.ok((await worker.files(done.stored)).get(WEIGHTS).equals(theirs));
+  await worker.get({ type: 'remove', name: done.stored });
+});
+
+// A processor with fused multiply-add rounds once where wasm rounds twice. So over a whole model codes drift
+// apart (ARCHITECTURE.md, "Two devices, one model"), and what shows that both compute the same is where the
+// inputs are still the same: the first block.
+test('GPTQ gives the codes of the command line where its inputs are the same', { timeout: 60_000 }, async (t) => {
+  const theirs = await native([]);
+  if (!theirs) return t.skip('the command line is not built');
+  const ours = whole.get(WEIGHTS);
+  const specs = (bytes) => [...tensors(bytes)].map(([name, { dtype, shape }]) => [name, dtype, shape]);
+  assert.deepEqual(specs(ours), specs(theirs));
+  const first = equalCodes(ours, theirs, (name) => /layers\.0\..*[qkv]_proj/.test(name));
+  const all = equalCodes(ours, theirs);
+  console.log(`# codes equal to the command line's: ${percent(first)} of the first q, k, v; ${percent(all)} of all`);
+  assert.ok(first > 0.999 && all > 0.7, `${first}, ${all}`);
 });
 
 test('a run that is paused and cancelled goes on to the same bytes', { timeout: 180_000 }, async () => {
@@ -180,7 +200,7 @@ test('a run that is paused and cancelled goes on to the same bytes', { timeout: 
   assert.ok(done.events.some(({ type }) => type === 'replaying'));
   assertSame(await later.files(item.name), whole);
   const left = await later.get({ type: 'remove', name: item.name });
-  assert.deepEqual(left.items.map(({ name }) => name), ['demo-4bit-g64']);
+  assert.ok(!left.items.some(({ name }) => name === item.name));
   assert.deepEqual(later.complaints, []);
   await later.close();
 });
@@ -229,23 +249,20 @@ test('a file beyond 4 GiB is read where its tensors lie', { timeout: 180_000 }, 
 });
 
 test('bad input gets one clear line', async () => {
-  const good = await filesOf('web/demo/model', NAMES);
-  const model = (change) => ({ files: change(new Map(good)) });
-  const without = (name) => model((files) => [...files].filter(([other]) => other !== name));
-  const changed = (name, change) => model((files) => [...files].map(([other, text]) => [
-    other, other === name ? change(Buffer.from(text, 'base64')).toString('base64') : text,
-  ]));
-  const config = (edit) => changed('config.json', (bytes) => Buffer.from(JSON.stringify(edit(JSON.parse(bytes)))));
+  const bytes = await readFile(join(ROOT, 'web/demo/model', WEIGHTS));
+  const config = JSON.parse(await readFile(join(ROOT, 'web/demo/model/config.json'), 'utf8'));
+  const without = (name) => NAMES.filter((other) => other !== name).map((other) => [other]);
+  const changed = (name, content) => [...without(name), [name, content]];
   const cases = [
     [without('config.json'), /config\.json/],
     [without(WEIGHTS), /safetensors/],
-    [changed(WEIGHTS, (bytes) => bytes.subarray(0, bytes.length - 1000)), /model\.safetensors.*(shorter|truncated|incomplete|end)/],
-    [changed(WEIGHTS, () => Buffer.from('no safetensors')), /model\.safetensors/],
-    [config((json) => ({ ...json, model_type: 'mamba' })), /"mamba" is not supported.*Supported are llama/],
-    [{ files: [] }, /no files were chosen/],
+    [changed(WEIGHTS, bytes.length - 1000), /model\.safetensors.*(shorter|truncated|incomplete|end)/],
+    [changed(WEIGHTS, 'no safetensors'), /model\.safetensors/],
+    [changed('config.json', JSON.stringify({ ...config, model_type: 'mamba' })), /"mamba" is not supported.*Supported are llama/],
+    [[], /no files were chosen/],
   ];
-  for (const [given, expected] of cases) {
-    const failed = await worker.ask({ type: 'open', demo: false, name: 'broken' }, given);
+  for (const [files, expected] of cases) {
+    const failed = await worker.ask({ type: 'open', demo: false, name: 'broken' }, { files });
     assert.equal(failed.type, 'failed');
     assert.match(failed.message, expected);
     assert.ok(!failed.message.includes('\n') && failed.code !== 70, failed.message);
@@ -258,9 +275,10 @@ test('bad input gets one clear line', async () => {
   assert.match((await planned({ group_size: 100 })).message, /--group-size 100 does not divide/);
   assert.match((await planned({ max_memory: 1e6 })).message, /needs about .* of memory/);
   assert.match((await planned({ preset: 'best' })).message, /no preset "best"/);
+  assert.match((await worker.ask({ type: 'nonsense' })).message, /message of the page is not understood.*nonsense/);
 });
 
-test('the GPU device makes a result as good as the CPU device does', { timeout: 170_000 }, async () => {
+test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 240_000 }, async () => {
   const few = { ...SMALL, samples: 2, seq_len: 64 };
   const gpu = await worker.get({ type: 'quantize', settings: { ...few, device: 'gpu' }, resume: false });
   const cpu = await worker.get({ type: 'quantize', settings: few, resume: false });
@@ -269,9 +287,31 @@ test('the GPU device makes a result as good as the CPU device does', { timeout: 
   assert.ok(Math.abs(sum(gpu) / sum(cpu) - 1) < 0.05);
   const [a, b] = [await worker.files(gpu.stored), await worker.files(cpu.stored)];
   const share = equalCodes(a.get(WEIGHTS), b.get(WEIGHTS));
-  console.log(`# ${(100 * share).toFixed(2)} % of codes equal`);
+  console.log(`# ${percent(share)} of codes equal`);
   assert.ok(share > 0.7);
   assert.ok(gpu.events.some(({ device_bytes: bytes }) => bytes > 0));
+
+  // The GPU process crashes: the device is opened again, and the run goes on after the last finished block.
+  const id = await worker.begin({ type: 'quantize', settings: { ...few, device: 'gpu' }, resume: false });
+  await worker.until(id, 'block_done');
+  await worker.crashGpu();
+  const events = await worker.outcome(id);
+  assert.equal(events.at(-1).type, 'done', events.at(-1).message);
+  const lost = events.find(({ type, text }) => type === 'warning' && text.includes('the device was lost'));
+  assert.match(lost.text, /in block \d of 6, stage \w+: .*; the device is opened again/);
+  assert.ok(events.some(({ type }) => type === 'replaying'));
+  assertSame(await worker.files(events.at(-1).stored), a);
+});
+
+test('a run that is cancelled before its first block leaves nothing behind', { timeout: 60_000 }, async () => {
+  const names = async () => (await worker.get({ type: 'list' })).items.map(({ name }) => name);
+  const before = await names();
+  const id = await worker.begin({ type: 'quantize', settings: SMALL, resume: false });
+  await worker.until(id, 'started');
+  await worker.begin({ type: 'cancel' });
+  const cancelled = (await worker.outcome(id)).at(-1);
+  assert.deepEqual([cancelled.code, cancelled.resumable], [130, false]);
+  assert.deepEqual(await names(), before);
 });
 
 test('nothing complained', () => assert.deepEqual(worker.complaints, []));

@@ -26,7 +26,7 @@ pub struct PrivateSink {
 
 impl PrivateSink {
     pub fn new(directory: FileSystemDirectoryHandle) -> Self {
-        let label = format!("{} in the browser's storage", directory.name());
+        let label = format!("browser storage/{}", directory.name());
         Self { directory, label, open: Open::default() }
     }
 
@@ -78,7 +78,11 @@ impl PrivateSink {
         let Some(handle) = file_handle(&self.directory, from).await.map_err(&refused)? else {
             return Err(Error::io("rename", format_args!("{}/{from}", self.label), "there is no such file"));
         };
-        // Every browser with synchronous handles has it, and it replaces `to`.
+        // Every browser with synchronous handles has it, but not in every one does it replace `to`.
+        if call_later(&handle, "move", &[to.into()]).await.is_ok() {
+            return Ok(());
+        }
+        remove(&self.directory, to).await.map_err(&refused)?;
         call_later(&handle, "move", &[to.into()]).await.map(drop).map_err(refused)
     }
 
