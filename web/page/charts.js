@@ -131,7 +131,7 @@ export class Charts {
       ],
       axes: [
         axis(colours, { values: (_, ticks) => ticks.map((x) => (x >= 60 ? `${+(x / 60).toFixed(1)} min` : `${x} s`)) }),
-        axis(colours, { size: 58, values: (_, ticks) => ticks.map((y) => bytes(y).replace('.0 ', ' ')) }),
+        axis(colours, { size: 58, values: (_, ticks) => ticks.map((y) => bytes(y).replace('.0\u00a0', '\u00a0')) }),
         axis(colours, { side: 1, scale: 'speed', size: 58, grid: { show: false }, values: (_, ticks) => ticks.map(short) }),
       ],
     }));
@@ -177,7 +177,8 @@ export class Charts {
     if (seconds < this.#speed[0].at(-1)) this.#speed = [[], [], [], []];
     const [times] = this.#speed;
     if (times.length && seconds - times.at(-1) < Math.max(0.5, times.at(-1) / 500)) return;
-    [seconds, wasm_bytes, device_bytes, tokens_per_second].forEach((value, at) => this.#speed[at].push(value));
+    // The CPU device has no memory of its own.
+    [seconds, wasm_bytes, device_bytes || null, tokens_per_second].forEach((value, at) => this.#speed[at].push(value));
     this.#speeds.set(this.#speed);
   }
 

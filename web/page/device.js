@@ -10,7 +10,7 @@ export function render({ adapter, reason, simd, version }) {
   byId('version').textContent = version;
   const status = byId('device-status');
   if (adapter) {
-    status.replaceChildren(element('strong', {}, adapter.name || adapter.vendor || 'GPU'), ` ${detail(adapter)}`);
+    status.replaceChildren(element('strong', {}, title(adapter)), ` ${detail(adapter)}`);
   } else {
     status.replaceChildren(element('strong', {}, 'No GPU here.'), ' The CPU device will do the work.');
   }
@@ -20,12 +20,15 @@ export function render({ adapter, reason, simd, version }) {
   byId('device-choice').hidden = false;
 }
 
+/** Browsers tell little, and not all the same. */
+const maker = ({ vendor, architecture }) => [vendor, architecture].filter(Boolean).join(' ');
+const title = (adapter) => adapter.name || maker(adapter) || 'GPU';
+
 function detail(adapter) {
-  const made = [adapter.vendor, adapter.architecture].filter(Boolean).join(', ');
   return [
-    made && `(${made}):`,
-    `buffers up to ${bytes(adapter.max_buffer_bytes)}, bindings up to ${bytes(adapter.max_binding_bytes)},`,
-    adapter.shader_f16 ? 'with 16-bit floats' : 'without 16-bit floats (not needed)',
+    adapter.name && maker(adapter) && `(${maker(adapter)})`,
+    `with buffers up to ${bytes(adapter.max_buffer_bytes)}, bindings up to ${bytes(adapter.max_binding_bytes)},`,
+    `${adapter.shader_f16 ? 'with' : 'without'} 16-bit floats (not needed)`,
   ].filter(Boolean).join(' ');
 }
 

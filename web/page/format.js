@@ -1,5 +1,8 @@
 // Numbers as people read them.
 
+/** Between a figure and its unit, so that no line ends there. */
+const SPACE = '\u00a0';
+
 const whole = new Intl.NumberFormat('en', { maximumFractionDigits: 0 });
 
 /** 16384 → "16,384" */
@@ -13,18 +16,18 @@ export function bytes(value) {
     value /= 1000;
     step += 1;
   }
-  return `${step === 0 ? value : value.toFixed(1)} ${units[step]}`;
+  return `${step === 0 ? value : value.toFixed(1)}${SPACE}${units[step]}`;
 }
 
 /** 134515008 → "135 M" */
 export function parameters(value) {
-  if (value >= 1e9) return `${(value / 1e9).toPrecision(3)} B`;
-  return value >= 1e6 ? `${(value / 1e6).toPrecision(3)} M` : count(value);
+  if (value >= 1e9) return `${(value / 1e9).toPrecision(3)}${SPACE}B`;
+  return value >= 1e6 ? `${(value / 1e6).toPrecision(3)}${SPACE}M` : count(value);
 }
 
 /** 75 → "1 min 15 s" */
 export function duration(seconds) {
-  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 10) return `${seconds.toFixed(1)}${SPACE}s`;
   const total = Math.round(seconds);
   const [hours, minutes, rest] = [Math.floor(total / 3600), Math.floor(total / 60) % 60, total % 60];
   if (hours > 0) return `${hours} h ${minutes} min`;
@@ -41,7 +44,7 @@ export function about(seconds) {
 }
 
 /** 0.342 → "34.2 %" */
-export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)} %`;
+export const percent = (share, digits = 1) => `${(share * 100).toFixed(digits)}${SPACE}%`;
 
 /** A loss: three figures, as a power of ten where it is small. */
 export function loss(value) {

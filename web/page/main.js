@@ -223,7 +223,7 @@ async function quantize(again) {
     if (state.done.stored) await offerFiles(state.done.stored, byId('result-files'));
   } catch (error) {
     // 130 is what Cancel asked for.
-    if (error.code === 130) run.stop(error.message, error.resumable);
+    if (error.code === 130) run.stop('Stopped as you wished.', error.resumable);
     else {
       run.stop('The run ended; the message says why.', error.resumable ?? false);
       throw error;

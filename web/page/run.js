@@ -92,11 +92,13 @@ export class Run {
     say('The model is quantized.');
   }
 
-  /** Stopped on request or by a fault. `resumable`: Resume will go on. */
+  /** Stopped on request, or by a fault that the message tells. `resumable`: Resume will go on. */
   stop(text, resumable) {
     this.#stopped = true;
     byId('run-title').textContent = 'Stopped';
-    show(byId('run-status'), text);
+    const kept = resumable && `${this.#done} of ${this.#blocks} blocks are finished and kept; Resume goes on after them.`;
+    show(byId('run-status'), [text, kept].filter(Boolean).join(' '));
+    byId('run-percent').textContent = this.#progress ? percent(this.#progress.fraction, 0) : '';
     this.#buttons({ resume: resumable, again: true });
     document.title = `Stopped – ${TITLE}`;
     say('Stopped.');
