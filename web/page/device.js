@@ -26,7 +26,7 @@ const title = (adapter) => adapter.name || maker(adapter) || 'GPU';
 
 function detail(adapter) {
   return [
-    adapter.name && maker(adapter) && `(${maker(adapter)})`,
+    maker(adapter) && title(adapter) !== maker(adapter) && `(${maker(adapter)})`,
     `with buffers up to ${bytes(adapter.max_buffer_bytes)}, bindings up to ${bytes(adapter.max_binding_bytes)},`,
     `${adapter.shader_f16 ? 'with' : 'without'} 16-bit floats (not needed)`,
   ].filter(Boolean).join(' ');

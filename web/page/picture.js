@@ -4,6 +4,7 @@
 import { byId } from './dom.js';
 import { throttled } from './throttle.js';
 
+/** Pixels that a code's dot has for itself. */
 const CELL = 4;
 
 export class Picture {
@@ -48,35 +49,43 @@ export class Picture {
   }
 }
 
-function paper(canvas, rows, cols, { paper }) {
-  canvas.width = cols * CELL;
-  canvas.height = rows * CELL;
-  const context = canvas.getContext('2d');
-  context.fillStyle = paper;
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  return context;
-}
+/** `#rrggbb` as three numbers. */
+const rgb = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 
-/** Zero is paper; the largest magnitude is full colour, one for each sign. Returns that magnitude. */
+/** A pixel a value: zero is paper, the largest magnitude full colour, one for each sign. Returns that magnitude. */
 function tone(canvas, rows, cols, values, tones) {
-  const context = paper(canvas, rows, cols, tones);
+  canvas.width = cols;
+  canvas.height = rows;
+  const context = canvas.getContext('2d');
+  const image = context.createImageData(cols, rows);
+  const [paper, above, below] = [tones.paper, tones.above, tones.below].map(rgb);
   const largest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-  for (let at = 0; at < rows * cols && largest > 0; at += 1) {
-    context.globalAlpha = Math.abs(values[at]) / largest;
-    context.fillStyle = values[at] < 0 ? tones.below : tones.above;
-    context.fillRect((at % cols) * CELL, Math.floor(at / cols) * CELL, CELL, CELL);
-  }
+  values.forEach((value, at) => {
+    const share = largest > 0 ? Math.abs(value) / largest : 0;
+    const full = value < 0 ? below : above;
+    for (let channel = 0; channel < 3; channel += 1) {
+      image.data[at * 4 + channel] = paper[channel] + share * (full[channel] - paper[channel]);
+    }
+    image.data[at * 4 + 3] = 255;
+  });
+  context.putImageData(image, 0, 0);
   return largest;
 }
 
 /** The higher the code, the larger the dot, its area in proportion. */
 function print(canvas, rows, cols, codes, highest, tones) {
-  const context = paper(canvas, rows, cols, tones);
+  canvas.width = cols * CELL;
+  canvas.height = rows * CELL;
+  const context = canvas.getContext('2d');
+  context.fillStyle = tones.paper;
+  context.fillRect(0, 0, canvas.width, canvas.height);
   context.fillStyle = tones.above;
-  for (let at = 0; at < rows * cols; at += 1) {
-    const radius = CELL * 0.56 * Math.sqrt(codes[at] / highest);
-    context.beginPath();
-    context.arc((at % cols + 0.5) * CELL, (Math.floor(at / cols) + 0.5) * CELL, radius, 0, 2 * Math.PI);
-    context.fill();
-  }
+  context.beginPath();
+  codes.forEach((code, at) => {
+    const [x, y] = [(at % cols + 0.5) * CELL, (Math.floor(at / cols) + 0.5) * CELL];
+    const radius = CELL * 0.56 * Math.sqrt(code / highest);
+    context.moveTo(x + radius, y);
+    context.arc(x, y, radius, 0, 2 * Math.PI);
+  });
+  context.fill();
 }

@@ -11,7 +11,7 @@ const style = (colour) => `
 body { font: 15px/1.5 system-ui, sans-serif; color: ${colour('--ink')}; background: ${colour('--card')}; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
 h1 { margin-bottom: 0; } .quiet, figcaption, dt { color: ${colour('--quiet')}; } dl { display: flex; flex-wrap: wrap; gap: .5rem 2rem; }
 dt { font-size: .85em; } dd { margin: 0; font-weight: 600; } img { max-width: 100%; } figure { margin: 1rem 0; }
-.squares { display: flex; flex-wrap: wrap; gap: 1rem; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85em; }
+.squares { display: flex; flex-wrap: wrap; gap: 1rem; } .squares img { width: 16rem; image-rendering: pixelated; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85em; }
 th, td { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid ${colour('--line')}; } .text { text-align: left; }`;
 
 // In a document of its own nothing is loaded: the page's policy has no place for images as data URLs.
