@@ -94,11 +94,15 @@ impl Session {
         } else if let Some(directory) = &directory {
             check_empty(directory).await?;
         }
-        let batch_tokens = stopped.map(|journal| journal.inputs.batch_tokens);
+        let batch_tokens = stopped.as_ref().map(|journal| journal.inputs.batch_tokens);
         let Prepared { segments, mut device, plan } =
             self.prepare(settings, in_folder, false, batch_tokens).await?;
         if !in_folder {
             check_room(plan.layout.file_bytes(), target.as_ref()).await?;
+        }
+        // The page shows the layers of earlier sittings too.
+        for row in stopped.iter().flat_map(|journal| &journal.modules) {
+            post(id, Event::Module(row.clone()));
         }
         let sink = match (&*target, directory) {
             (Some(target), _) => target.sink.clone(),
