@@ -1,6 +1,9 @@
 //! The layer quantizer against the original GPTQ program (see tests/goldens/README.md).
 
-use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
+mod common;
+
+use common::gpu;
+use halftone::device::Device;
 use halftone::gptq::exact;
 use halftone::gptq::layer::{prepare, quantize_rows};
 use halftone::gptq::scheme::{Preset, Scheme};
@@ -175,21 +178,9 @@ fn the_cpu_path_agrees_with_the_original_program() {
     agrees_with_the_original_program(&Device::Cpu);
 }
 
-/// On a software adapter under WebGPU's default limits: the one named by `HALFTONE_TEST_ADAPTER`, or
-/// llvmpipe.
 #[test]
 fn the_gpu_path_agrees_with_the_original_program() {
-    let name = std::env::var("HALFTONE_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
-    let choice = AdapterChoice { name: Some(name), allow_software: true };
-    let opened = pollster::block_on(async {
-        let adapter = pick_adapter(&choice).await?;
-        Gpu::open(&adapter, &GpuOptions { default_limits: true }).await
-    });
-    match opened {
-        Ok(gpu) => agrees_with_the_original_program(&Device::Gpu(gpu)),
-        Err(error) => {
-            assert!(std::env::var_os("HALFTONE_REQUIRE_ADAPTER").is_none(), "no test adapter: {error}");
-            eprintln!("skipped: {error}");
-        }
+    if let Some(device) = gpu() {
+        agrees_with_the_original_program(&device);
     }
 }

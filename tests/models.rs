@@ -1,9 +1,12 @@
 //! Whole models against the logits of Hugging Face Transformers (tests/goldens/models).
 
+mod common;
+
 use std::ops::Range;
 use std::path::PathBuf;
 
-use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
+use common::gpu;
+use halftone::device::Device;
 use halftone::error::Result;
 use halftone::model::{Block, Embedding, Head, ModelConfig, Weights, arch};
 use halftone::storage::LocalFuture;
@@ -104,25 +107,6 @@ fn check(name: &str, device: &Device) {
 fn logits_equal_those_of_transformers_on_the_cpu() {
     for name in MODELS {
         check(name, &Device::Cpu);
-    }
-}
-
-/// The software adapter under WebGPU's default limits (or the adapter that `HALFTONE_TEST_ADAPTER`
-/// names); `None` where there is none, unless `HALFTONE_REQUIRE_ADAPTER` is set.
-fn gpu() -> Option<Device> {
-    let name = std::env::var("HALFTONE_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
-    let choice = AdapterChoice { name: Some(name), allow_software: true };
-    let opened = block_on(async {
-        let adapter = pick_adapter(&choice).await?;
-        Gpu::open(&adapter, &GpuOptions { default_limits: true }).await
-    });
-    match opened {
-        Ok(gpu) => Some(Device::Gpu(gpu)),
-        Err(error) => {
-            assert!(std::env::var_os("HALFTONE_REQUIRE_ADAPTER").is_none(), "no test adapter: {error}");
-            eprintln!("skipped: {error}");
-            None
-        }
     }
 }
 

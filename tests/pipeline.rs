@@ -153,25 +153,6 @@ fn sum(report: &RunReport, column: fn(&ModuleRow) -> Option<f64>) -> f64 {
     report.modules.iter().map(|row| column(row).unwrap()).sum()
 }
 
-/// The adapter for tests, as in tests/models.rs.
-fn gpu() -> Option<Device> {
-    use halftone::device::{AdapterChoice, Gpu, GpuOptions, pick_adapter};
-    let name = std::env::var("HALFTONE_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
-    let choice = AdapterChoice { name: Some(name), allow_software: true };
-    let opened = block_on(async {
-        let adapter = pick_adapter(&choice).await?;
-        Gpu::open(&adapter, &GpuOptions { default_limits: true }).await
-    });
-    match opened {
-        Ok(gpu) => Some(Device::Gpu(gpu)),
-        Err(error) => {
-            assert!(std::env::var_os("HALFTONE_REQUIRE_ADAPTER").is_none(), "no test adapter: {error}");
-            eprintln!("skipped: {error}");
-            None
-        }
-    }
-}
-
 // What comes out.
 
 fn quantizes_every_family(device: &Device) {

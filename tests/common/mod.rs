@@ -1,10 +1,12 @@
-//! The tiny golden models as inputs of whole runs.
+//! The tiny golden models as inputs of whole runs, and the adapter that GPU tests run on.
 
 #![allow(dead_code)] // Each test program uses a part.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
+use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
+use pollster::block_on;
 use safetensors::SafeTensors;
 
 pub const MODELS: [&str; 5] = ["llama", "llama_tied_rope3", "mistral_sliding", "qwen2", "qwen3"];
@@ -91,5 +93,24 @@ pub fn assert_same(a: &Files, b: &Files, what: &str) {
     assert_eq!(names(a), names(b), "{what}");
     for (name, bytes) in a {
         assert!(bytes == &b[name], "{what}: {name} differs");
+    }
+}
+
+/// The software adapter under WebGPU's default limits (or the adapter that `HALFTONE_TEST_ADAPTER`
+/// names); `None` where there is none, unless `HALFTONE_REQUIRE_ADAPTER` is set.
+pub fn gpu() -> Option<Device> {
+    let name = std::env::var("HALFTONE_TEST_ADAPTER").unwrap_or_else(|_| "llvmpipe".into());
+    let choice = AdapterChoice { name: Some(name), allow_software: true };
+    let opened = block_on(async {
+        let adapter = pick_adapter(&choice).await?;
+        Gpu::open(&adapter, &GpuOptions { default_limits: true }).await
+    });
+    match opened {
+        Ok(gpu) => Some(Device::Gpu(gpu)),
+        Err(error) => {
+            assert!(std::env::var_os("HALFTONE_REQUIRE_ADAPTER").is_none(), "no test adapter: {error}");
+            eprintln!("skipped: {error}");
+            None
+        }
     }
 }
