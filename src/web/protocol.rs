@@ -247,6 +247,7 @@ pub struct StoredItem {
     pub bytes: u64,
     /// A stopped run: blocks done of blocks.
     pub unfinished: Option<(usize, usize)>,
-    /// What the stopped run was made with, to go on with it.
+    /// What it was made from, and with: to go on with a stopped run.
+    pub model: Option<String>,
     pub settings: Option<Settings>,
 }

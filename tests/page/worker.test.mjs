@@ -271,9 +271,9 @@ test('bad input gets one clear line', async () => {
   assert.match((await worker.ask({ type: 'calibration', builtin: false }, { files: text })).message, /notes\.pdf is not a kind of file/);
   await openDemo();
   const planned = (change) => worker.ask({ type: 'plan', settings: { ...SMALL, ...change } });
-  assert.match((await planned({ bits: 5 })).message, /--bits 5 is not supported/);
-  assert.match((await planned({ group_size: 100 })).message, /--group-size 100 does not divide/);
-  assert.match((await planned({ max_memory: 1e6 })).message, /needs about .* of memory/);
+  assert.match((await planned({ bits: 5 })).message, /“Bits per weight” 5 is not supported/);
+  assert.match((await planned({ group_size: 100 })).message, /“Group size” 100 does not divide .*the group size “whole row”/);
+  assert.match((await planned({ max_memory: 1e6 })).message, /needs about .* of memory.*raise “Memory limit”/);
   assert.match((await planned({ preset: 'best' })).message, /no preset "best"/);
   assert.match((await worker.ask({ type: 'nonsense' })).message, /message of the page is not understood.*nonsense/);
 });

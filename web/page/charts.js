@@ -13,7 +13,7 @@ class Chart {
   #options;
   #plot = null;
   #data = null;
-  #draw = throttled(() => this.#update());
+  #draw = throttled(() => this.#update(), 250);
 
   constructor(host, options) {
     this.#host = host;

@@ -7,6 +7,7 @@ import * as files from './files.js';
 import * as output from './output.js';
 import * as plan from './plan.js';
 import * as result from './result.js';
+import * as opened from './opened.js';
 import * as settings from './settings.js';
 import * as stored from './stored.js';
 import { keepAwake } from './awake.js';
@@ -47,11 +48,12 @@ function hear(event) {
   run.hear(event);
 }
 
-/** Which of the three views is there: `setup`, `run`, `done`. */
+/** Which of the views is there: `setup`, `run`, `done` (a run and its result), `opened` (a stored result). */
 function view(name) {
-  for (const [id, on] of Object.entries({
-    setup: name === 'setup', device: name === 'setup', run: name !== 'setup', log: name !== 'setup', result: name === 'done',
-  })) byId(id).hidden = !on;
+  const shown = {
+    setup: ['setup', 'device'], run: ['run', 'log'], done: ['run', 'log', 'result', 'evaluate'], opened: ['opened', 'evaluate'],
+  }[name];
+  for (const id of ['setup', 'device', 'run', 'log', 'result', 'evaluate', 'opened']) byId(id).hidden = !shown.includes(id);
   if (name !== 'setup') byId('stored').hidden = true;
 }
 
@@ -207,7 +209,6 @@ async function quantize(again) {
     picture.set(null);
   }
   const resume = again || target.resume || state.resume !== null;
-  perplexity.reset();
   view('run');
   run.begin(`${state.model.name} · ${settings.describe(state.settings)}`);
   byId('run-title').focus();
@@ -218,13 +219,17 @@ async function quantize(again) {
     run.finish(state.done);
     state.resume = null;
     result.render(state.done, state.model, log.rows, state.where);
+    perplexity.about({ stored: null, before: true });
     view('done');
     byId('result-title').focus();
     if (state.done.stored) await offerFiles(state.done.stored, byId('result-files'));
   } catch (error) {
-    // 130 is what Cancel asked for.
+    // 130 is what Cancel asked for; after 70 nothing answers any more.
     if (error.code === 130) run.stop('Stopped as you wished.', error.resumable);
-    else {
+    else if (error.code === 70) {
+      run.stop('The program has ended; the message says why. Reload the page: finished blocks are kept.', false);
+      throw error;
+    } else {
       run.stop('The run ended; the message says why.', error.resumable ?? false);
       throw error;
     }
@@ -255,7 +260,7 @@ function watchRun() {
     run.stopping('Stopping at the next safe point …');
     core.tell({ type: 'cancel' });
   };
-  byId('again').onclick = byId('anew').onclick = () => guarded(async () => {
+  byId('again').onclick = byId('anew').onclick = byId('close-opened').onclick = () => guarded(async () => {
     run.leave();
     view('setup');
     await list();
@@ -275,13 +280,22 @@ async function list() {
 function showStored(event) {
   stored.render(event, {
     resume: prepareResume,
-    download: (item, place) => guarded(() => offerFiles(item.name, place)),
+    open: (item) => guarded(() => openStored(item)),
     remove: (item) => guarded(async () => {
       if (!confirm(`Remove ${item.name} from this browser?`)) return;
       if (state.resume?.name === item.name) forgetResume();
       showStored(await core.ask({ type: 'remove', name: item.name }));
     }),
   });
+}
+
+/** A stored result on its own; compared with the model that it was made from if that is open. */
+async function openStored(item) {
+  opened.render(item);
+  perplexity.about({ stored: item.name, before: state.model !== null && state.model.name === item.model });
+  view('opened');
+  byId('opened-title').focus();
+  await offerFiles(item.name, byId('opened-files'));
 }
 
 async function offerFiles(name, place) {

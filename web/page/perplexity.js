@@ -10,7 +10,9 @@ const form = byId('perplexity');
 export class Perplexity {
   #core;
   #scores = null;
-  #share = [0, 0.5];
+  #stored = null;
+  #parts = [];
+  #share = [0, 1];
 
   constructor(core) {
     this.#core = core;
@@ -22,12 +24,21 @@ export class Perplexity {
     byId('stop-measure').onclick = () => core.tell({ type: 'cancel' });
   }
 
-  /** `{before, after}` as events `score`, or `null`. */
+  /** `{before?, after}` as events `score`, or `null`. */
   get scores() {
     return this.#scores;
   }
 
-  reset() {
+  /** Of what: a stored result by its name, or the last one (`null`); `before`: the model it was made from is open. */
+  about({ stored, before }) {
+    this.#stored = stored;
+    this.#parts = before ? ['before', 'after'] : ['after'];
+    byId('evaluate-what').textContent = before ? '' : 'To compare it with the model that it was made from, open that model first.';
+    byId('measure').textContent = before ? 'Measure before and after' : 'Measure';
+    this.#reset();
+  }
+
+  #reset() {
     this.#scores = null;
     byId('perplexity-result').replaceChildren();
   }
@@ -43,15 +54,16 @@ export class Perplexity {
     const files = builtin ? undefined : [...form.elements.files.files];
     if (files && !files.length) throw new Error('no text is chosen. Choose a .txt or .jsonl file');
     const ask = (which) => this.#core.ask(
-      { type: 'evaluate', which, builtin, max_tokens: Number(form.elements.max_tokens.value) }, { files });
-    this.reset();
+      { type: 'evaluate', which, builtin, max_tokens: Number(form.elements.max_tokens.value), stored: this.#stored }, { files });
+    this.#reset();
     this.#busy(true);
     try {
-      this.#share = [0, 0.5];
-      const before = await ask('before');
-      this.#share = [0.5, 0.5];
-      const after = await ask('after');
-      this.#scores = { before, after };
+      const scores = {};
+      for (const [at, which] of this.#parts.entries()) {
+        this.#share = [at / this.#parts.length, 1 / this.#parts.length];
+        scores[which] = await ask(which);
+      }
+      this.#scores = scores;
       byId('perplexity-result').replaceChildren(...sentences(this.#scores));
     } catch (error) {
       // The person pressed Stop.
@@ -74,13 +86,17 @@ export class Perplexity {
 /** The two figures, large, and what they mean. */
 export function sentences({ before, after }) {
   const figure = (name, value) => element('div', {}, element('dt', {}, name), element('dd', {}, value));
-  const change = after.perplexity / before.perplexity - 1;
-  return [
-    element('dl', { className: 'facts big' },
+  const figures = [];
+  if (before) {
+    const change = after.perplexity / before.perplexity - 1;
+    figures.push(
       figure('Before', before.perplexity.toFixed(3)),
       figure('After', after.perplexity.toFixed(3)),
-      figure('Change', `${change < 0 ? '−' : '+'}${percent(Math.abs(change), 2)}`)),
+      figure('Change', `${change < 0 ? '−' : '+'}${percent(Math.abs(change), 2)}`));
+  } else figures.push(figure('Perplexity', after.perplexity.toFixed(3)));
+  return [
+    element('dl', { className: 'facts big' }, ...figures),
     element('p', { className: 'quiet' },
-      `Over ${count(before.tokens)} predicted tokens, in ${duration(before.seconds + after.seconds)}. Lower is better.`),
+      `Over ${count(after.tokens)} predicted tokens, in ${duration((before?.seconds ?? 0) + after.seconds)}. Lower is better.`),
   ];
 }
