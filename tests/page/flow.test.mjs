@@ -107,8 +107,8 @@ test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
 
   await page.fill('[name=max_tokens]', '1024');
   await page.click('#measure');
-  await page.locator('#perplexity-result dd').first().waitFor(LONG);
-  const [before, after] = (await page.locator('#perplexity-result dd').allTextContents()).map(Number);
+  await page.locator('#evaluate-result dd').first().waitFor(LONG);
+  const [before, after] = (await page.locator('#evaluate-result dd').allTextContents()).map(Number);
   assert.ok(before > 1 && after > before && after < before * 1.5, `${before} → ${after}`);
   await shot(page, 'done');
   await accessible(page, 'done');
@@ -116,8 +116,25 @@ test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
   assert.match(report.bytes.toString(), /model\.layers\.5\.mlp\.down_proj/);
   assert.doesNotMatch(report.bytes.toString(), /(src|href)="(?!data:)/, 'the report needs no other file');
 
+  // A stored result can be judged later, with the model that it was made from and, after a reload, on its own.
   await page.click('#anew');
-  await page.locator('#stored-items li').waitFor(LONG);
+  await page.locator('#stored-items').getByText('Open').click();
+  await page.locator('#opened-files a', { hasText: 'model.safetensors' }).waitFor(LONG);
+  await page.fill('[name=max_tokens]', '1024');
+  await page.click('#measure');
+  await page.locator('#evaluate-result dd').first().waitFor(LONG);
+  assert.deepEqual((await page.locator('#evaluate-result dd').allTextContents()).slice(0, 2).map(Number), [before, after]);
+  await page.reload();
+  await page.locator('#stored-items').getByText('Open').click();
+  await page.locator('#opened-title', { hasText: 'demo-4bit-g64' }).waitFor(LONG);
+  await page.fill('[name=max_tokens]', '1024');
+  await page.click('#measure');
+  await page.locator('#evaluate-result dd').first().waitFor(LONG);
+  assert.deepEqual((await page.locator('#evaluate-result dd').allTextContents()).map(Number), [after]);
+  await shot(page, 'opened');
+  await accessible(page, 'opened');
+  await page.click('#close-opened');
+  await page.locator('#setup:not([hidden])').waitFor(LONG);
   clean(page);
   await page.context().close();
 });
@@ -170,6 +187,13 @@ test('what cannot be used is refused with the reason', LONG, async () => {
     writeFileSync(file, JSON.stringify({ ...JSON.parse(readFileSync(file)), model_type: '<b>mamba</b>' }));
   };
   await refused(copy('other', other), /<b>mamba<\/b>/);
+  await page.click('#choose-demo');
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  await page.selectOption('[name=group_size]', '64');
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  // Messages have the page's words for what can be chosen.
+  await page.fill('[name=max_memory]', '16');
+  await page.locator('#message-text', { hasText: 'fewer or shorter samples (“Samples”, “Tokens in a sample”), or raise “Memory limit”' }).waitFor(LONG);
   clean(page);
   await page.context().close();
 });

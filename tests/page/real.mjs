@@ -75,9 +75,9 @@ for (const link of await page.locator('#result-files a').all()) {
 
 await page.fill('[name=max_tokens]', values.tokens);
 await page.click('#measure');
-await page.locator('#perplexity-result dd').first().waitFor(HOURS);
-const [before, after] = (await page.locator('#perplexity-result dd').allTextContents()).map(Number);
-console.log(`perplexity in the page: ${before} before, ${after} after. ${await page.locator('#perplexity-result p').textContent()}`);
+await page.locator('#evaluate-result dd').first().waitFor(HOURS);
+const [before, after] = (await page.locator('#evaluate-result dd').allTextContents()).map(Number);
+console.log(`perplexity in the page: ${before} before, ${after} after. ${await page.locator('#evaluate-result p').textContent()}`);
 assert.deepEqual(page.complaints, []);
 await page.screenshot({ path: join(ROOT, 'target/page/real.png'), fullPage: true });
 await browser.close();

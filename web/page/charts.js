@@ -221,6 +221,37 @@ export class Charts {
   }
 }
 
+/** The relative error of the hidden state after each block. */
+export class BlockErrors {
+  #chart;
+
+  constructor(host) {
+    this.#chart = new Chart(host, (colours) => ({
+      scales: { x: { time: false }, y: { range: fromZero } },
+      series: [
+        { label: 'after block', value: (_, x) => (x === null || x === undefined ? '–' : String(x)) },
+        { ...line('relative error', colours.accent, (y) => percent(y, 2), 'y'), points: { show: true, size: 5, fill: colours.accent } },
+      ],
+      axes: [
+        axis(colours, {
+          values: (_, ticks) => ticks.map((x) => (Number.isInteger(x) ? String(x) : '')),
+          label: 'block', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28,
+        }),
+        axis(colours, { size: 58, values: (_, ticks) => ticks.map((y) => percent(y, ticks.at(-1) < 0.05 ? 1 : 0)) }),
+      ],
+    }));
+  }
+
+  /** @param errors one for each block */
+  set(errors) {
+    this.#chart.set([errors.map((_, block) => block), errors]);
+  }
+
+  image() {
+    return this.#chart.image();
+  }
+}
+
 const fromZero = (_, __, high) => [0, high > 0 ? high * 1.1 : 1];
 const power = (value) => (value >= 0.01 && value < 1e4 ? String(+value.toPrecision(3)) : value.toExponential(0));
 

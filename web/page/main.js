@@ -13,14 +13,15 @@ import * as stored from './stored.js';
 import { keepAwake } from './awake.js';
 import { Charts } from './charts.js';
 import { Core } from './core.js';
+import { Evaluation } from './evaluate.js';
 import { byId, facts, show } from './dom.js';
 import { bytes, count, parameters } from './format.js';
 import { Log } from './log.js';
 import { clear, guarded } from './message.js';
-import { Perplexity } from './perplexity.js';
 import { Picture } from './picture.js';
 import { saveReport } from './report.js';
 import { Run } from './run.js';
+import { Try } from './try.js';
 
 /** What is known so far: events of the worker, and choices of the person. */
 const state = { ready: null, model: null, text: null, plan: null, settings: null, done: null, where: null, resume: null };
@@ -34,10 +35,15 @@ const run = new Run();
 const charts = new Charts({ loss: byId('loss-chart'), share: byId('share-chart'), speed: byId('speed-chart') });
 const picture = new Picture();
 const log = new Log(() => resultName());
-const perplexity = new Perplexity(core);
+/** The worker does one thing after another, so the buttons of both wait. */
+const shared = {
+  device: () => settings.read().device,
+  busy: (on) => { byId('measure').disabled = byId('generate').disabled = on; },
+};
+const evaluation = new Evaluation(core, shared);
+const trial = new Try(core, shared);
 
 function hear(event) {
-  if (event.type === 'scoring') perplexity.hear(event);
   if (byId('run').hidden) return;
   if (event.type === 'progress') charts.measure(event);
   if (event.type === 'weights') picture.set(event);
@@ -51,9 +57,10 @@ function hear(event) {
 /** Which of the views is there: `setup`, `run`, `done` (a run and its result), `opened` (a stored result). */
 function view(name) {
   const shown = {
-    setup: ['setup', 'device'], run: ['run', 'log'], done: ['run', 'log', 'result', 'evaluate'], opened: ['opened', 'evaluate'],
+    setup: ['setup', 'device'], run: ['run', 'log'], done: ['run', 'log', 'result', 'try', 'evaluate'],
+    opened: ['opened', 'try', 'evaluate'],
   }[name];
-  for (const id of ['setup', 'device', 'run', 'log', 'result', 'evaluate', 'opened']) byId(id).hidden = !shown.includes(id);
+  for (const id of ['setup', 'device', 'run', 'log', 'result', 'try', 'evaluate', 'opened']) byId(id).hidden = !shown.includes(id);
   if (name !== 'setup') byId('stored').hidden = true;
 }
 
@@ -219,7 +226,7 @@ async function quantize(again) {
     run.finish(state.done);
     state.resume = null;
     result.render(state.done, state.model, log.rows, state.where);
-    perplexity.about({ stored: null, before: true });
+    judge(null, state.settings.bits, true);
     view('done');
     byId('result-title').focus();
     if (state.done.stored) await offerFiles(state.done.stored, byId('result-files'));
@@ -267,7 +274,7 @@ function watchRun() {
     await makePlan();
   });
   byId('save-report').onclick = () => saveReport({
-    ...state, name: resultName(), rows: log.rows, charts, picture, scores: perplexity.scores,
+    ...state, name: resultName(), rows: log.rows, charts, picture, evaluation,
   });
 }
 
@@ -289,10 +296,18 @@ function showStored(event) {
   });
 }
 
+/** What the panels below are about: a stored result by its name, or the last one (`null`). */
+function judge(name, bits, before) {
+  evaluation.about({ stored: name, before });
+  trial.about({
+    stored: name, before: before ? `The original, ${state.model.dtype}` : null, after: bits ? `Quantized, ${bits} bits` : 'Quantized',
+  });
+}
+
 /** A stored result on its own; compared with the model that it was made from if that is open. */
 async function openStored(item) {
   opened.render(item);
-  perplexity.about({ stored: item.name, before: state.model !== null && state.model.name === item.model });
+  judge(item.name, item.settings?.bits, state.model !== null && state.model.name === item.model);
   view('opened');
   byId('opened-title').focus();
   await offerFiles(item.name, byId('opened-files'));
