@@ -4,7 +4,9 @@
 //! The CPU twin is the reference that the kernel is tested against, and a backend of its own.
 
 pub mod add;
+pub mod append;
 pub mod attention;
+mod attention_row;
 pub mod cholesky;
 pub mod columns;
 pub mod cross_entropy;

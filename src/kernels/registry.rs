@@ -4,7 +4,9 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm};
+use super::{
+    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm,
+};
 use super::{rmsnorm, rope, scales, sweep, swiglu, symmetric};
 use crate::device::Kernel;
 
@@ -15,7 +17,9 @@ pub type Registered = (&'static Kernel, usize);
 pub fn registry() -> Vec<Registered> {
     [
         add::KERNELS,
+        append::KERNELS,
         attention::KERNELS,
+        attention_row::KERNELS,
         cholesky::KERNELS,
         columns::KERNELS,
         cross_entropy::KERNELS,
