@@ -14,6 +14,7 @@ mod cut;
 pub mod dequant;
 pub mod embedding;
 pub mod gemm;
+pub mod input;
 pub mod matmul;
 pub mod norm;
 mod parallel;
