@@ -67,9 +67,9 @@ fn main(
     let head = row % all_heads;
     let quad = at % p.half;
     let head_quads = 2u * p.half;
-    let from = row * head_quads;
-    var a = qkv[from + quad];
-    var b = qkv[from + quad + p.half];
+    let own = row * head_quads;
+    var a = qkv[own + quad];
+    var b = qkv[own + quad + p.half];
     let cache_row = (p.start + token) * p.kv_heads * head_quads;
     if head >= p.heads + p.kv_heads {
         let to = cache_row + (head - p.heads - p.kv_heads) * head_quads + quad;
@@ -80,7 +80,7 @@ fn main(
     if NORMED {
         var squares = 0.0;
         for (var i = 0u; i < head_quads; i++) {
-            squares += dot(qkv[from + i], qkv[from + i]);
+            squares += dot(qkv[own + i], qkv[own + i]);
         }
         let scale = 1.0 / sqrt(squares / f32(4u * head_quads) + p.eps);
         let norm = select(0u, head_quads, head >= p.heads) + quad;

@@ -18,6 +18,8 @@ pub mod input;
 pub mod matmul;
 pub mod norm;
 mod parallel;
+pub mod peak;
+pub mod penalize;
 pub mod registry;
 pub mod rmsnorm;
 pub mod rope;
@@ -27,6 +29,7 @@ mod simd;
 pub mod sweep;
 pub mod swiglu;
 pub mod symmetric;
+pub mod topk;
 
 #[cfg(test)]
 pub(crate) mod testing;

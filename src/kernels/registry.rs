@@ -7,7 +7,7 @@
 use super::{
     add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm,
 };
-use super::{rmsnorm, rope, scales, sweep, swiglu, symmetric};
+use super::{peak, penalize, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -27,12 +27,15 @@ pub fn registry() -> Vec<Registered> {
         embedding::KERNELS,
         gemm::KERNELS,
         norm::KERNELS,
+        peak::KERNELS,
+        penalize::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,
         sweep::KERNELS,
         swiglu::KERNELS,
         symmetric::KERNELS,
+        topk::KERNELS,
     ]
     .concat()
 }

@@ -78,6 +78,12 @@ impl Linear {
         &self.chunks
     }
 
+    /// Bytes of the weight and the bias, all of which a product reads.
+    pub fn bytes(&self) -> u64 {
+        let tensors = self.chunks.iter().chain(self.biases.iter().flatten());
+        tensors.map(|tensor| tensor.bytes() as u64).sum()
+    }
+
     pub fn in_features(&self) -> usize {
         self.in_features
     }
