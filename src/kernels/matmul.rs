@@ -39,6 +39,17 @@ pub enum Values<'a> {
     BF16(&'a [bf16]),
 }
 
+impl Values<'_> {
+    /// Without the first `offset` elements.
+    pub fn from(self, offset: usize) -> Self {
+        match self {
+            Self::F32(values) => Self::F32(&values[offset..]),
+            Self::F16(values) => Self::F16(&values[offset..]),
+            Self::BF16(values) => Self::BF16(&values[offset..]),
+        }
+    }
+}
+
 /// What C = α·A·B + β·C (+ bias) needs besides C.
 #[derive(Clone, Copy)]
 pub struct Product<'a> {

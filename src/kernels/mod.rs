@@ -4,7 +4,9 @@
 //! The CPU twin is the reference that the kernel is tested against, and a backend of its own.
 
 pub mod add;
+pub mod append;
 pub mod attention;
+mod attention_row;
 pub mod cholesky;
 pub mod columns;
 pub mod cross_entropy;
@@ -12,9 +14,12 @@ mod cut;
 pub mod dequant;
 pub mod embedding;
 pub mod gemm;
+pub mod input;
 pub mod matmul;
 pub mod norm;
 mod parallel;
+pub mod peak;
+pub mod penalize;
 pub mod registry;
 pub mod rmsnorm;
 pub mod rope;
@@ -24,6 +29,7 @@ mod simd;
 pub mod sweep;
 pub mod swiglu;
 pub mod symmetric;
+pub mod topk;
 
 #[cfg(test)]
 pub(crate) mod testing;
