@@ -86,8 +86,7 @@ impl Session {
         let before = self.subject(Which::Before, None).await?;
         let after = self.subject(Which::After, name.as_deref()).await?;
         let segments = segments(&before, &file, wanted.max_tokens)?;
-        let comparison =
-            compare(&before.stored, &after.stored, &segments, &device, self.teller(id)).await?;
+        let comparison = compare(&before.stored, &after.stored, &segments, &device, self.teller(id)).await?;
         Ok(Event::Compared(comparison))
     }
 

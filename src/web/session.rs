@@ -23,9 +23,7 @@ use crate::model::{ModelConfig, Stored};
 use crate::pipeline::{Plan, PlanOptions, estimate, make_plan};
 use crate::storage::Source;
 use crate::storage::browser::{FileSource, reason};
-use crate::text::{
-    ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents,
-};
+use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents};
 
 /// Bytes of text files taken at most: they are tokenized in memory.
 const TEXT_BYTES: f64 = 512e6;

@@ -99,7 +99,11 @@ impl Session {
         let (bytes, most) = (subject.stored.checkpoint.total_bytes(), memory(&device));
         if bytes > most {
             return Err(Error::options(
-                format!("the model takes {} of memory, this page allows {}", human_bytes(bytes), human_bytes(most)),
+                format!(
+                    "the model takes {} of memory, this page allows {}",
+                    human_bytes(bytes),
+                    human_bytes(most)
+                ),
                 "Generate with the command line, or with a smaller model",
             ));
         }

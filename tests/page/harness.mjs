@@ -145,7 +145,7 @@ const decoded = (files) => new Map(files.map(([name, text]) => [name, Buffer.fro
 /** Runs in the page. */
 function installDriver() {
   const ENDS = new Set([
-    'ready', 'model', 'text', 'plan', 'done', 'paused', 'resumed', 'score', 'stored', 'files', 'failed',
+    'ready', 'model', 'text', 'plan', 'done', 'paused', 'resumed', 'score', 'compared', 'generated', 'stored', 'files', 'failed',
   ]);
   const worker = new Worker('worker.js');
   const requests = new Map();

@@ -134,6 +134,50 @@ test('the result is listed, and perplexity tells it from the model', { timeout: 
   console.log(`# perplexity ${before.perplexity.toFixed(3)} before, ${after.perplexity.toFixed(3)} after (${after.seconds.toFixed(1)} s)`);
 });
 
+test('the result is compared with the model, and both generate', { timeout: 180_000 }, async () => {
+  const text = { builtin: true, max_tokens: 2048 };
+  const compared = await worker.get({ type: 'compare', ...text });
+  const [before, after] = compared.perplexity;
+  for (const [which, { value }] of [['before', before], ['after', after]]) {
+    const { perplexity } = await worker.get({ type: 'evaluate', which, ...text });
+    assert.ok(Math.abs(value / perplexity - 1) < 1e-4, `${which}: ${value} and ${perplexity}`);
+  }
+  assert.ok(Math.abs(compared.ratio.value - after.value / before.value) < 1e-9);
+  assert.ok(compared.kl.value > 0 && compared.kl_99 > compared.kl.value && compared.agreement.value > 0.8);
+  assert.equal(compared.blocks.length, 6);
+  assert.ok(compared.blocks.every((error) => error > 0 && error < 0.5));
+  assert.ok(compared.events.some(({ type }) => type === 'scoring'));
+
+  const generate = {
+    type: 'generate', prompt: 'The boy', chat: false, max_tokens: 16, temperature: 0, top_k: 50, top_p: 1, seed: 0, device: 'cpu',
+  };
+  const said = (answer) => answer.events.filter(({ type }) => type === 'token').map(({ text }) => text).join('');
+  const answers = {};
+  for (const which of ['before', 'after']) {
+    const answer = await worker.get({ ...generate, which });
+    assert.deepEqual([answer.tokens, answer.finish], [16, 'max_tokens']);
+    assert.ok(answer.tokens_per_second > 0 && answer.prompt_tokens > 0);
+    answers[which] = said(answer);
+    assert.ok(answers[which].length > 16, answers[which]);
+    console.log(`# ${which}: ${answer.tokens_per_second.toFixed(1)} tokens/s, ${JSON.stringify(answers[which])}`);
+  }
+  const again = await worker.get({ ...generate, which: 'after', stored: 'demo-4bit-g64' });
+  assert.equal(said(again), answers.after);
+  const few = await worker.get({ ...generate, which: 'after', max_tokens: 4, device: 'gpu' });
+  assert.ok(answers.after.startsWith(said(few)) && said(few).length > 0, said(few));
+  const id = await worker.begin({ ...generate, which: 'after', max_tokens: 2000 });
+  await worker.until(id, 'token');
+  await worker.begin({ type: 'cancel' });
+  assert.equal((await worker.outcome(id)).at(-1).finish, 'stopped');
+  for (const [change, expected] of [
+    [{ prompt: '' }, /the prompt/], [{ max_tokens: 0 }, /0 tokens are none/], [{ temperature: 1, top_p: 2 }, /top-p 2 is not/],
+    [{ chat: true }, /no chat template/], [{ stored: 'absent' }, /no stored result "absent"/],
+  ]) {
+    const failed = await worker.ask({ ...generate, which: 'after', ...change });
+    assert.match(failed.message, expected);
+  }
+});
+
 /** What the command line makes of the demo model with the same settings; `undefined` if it is not built. */
 async function native(options) {
   const target = process.env.CARGO_TARGET_DIR ?? join(ROOT, 'target');

@@ -234,10 +234,10 @@ export class BlockErrors {
       ],
       axes: [
         axis(colours, {
-          values: (_, ticks) => ticks.map((x) => (Number.isInteger(x) ? String(x) : '')),
+          incrs: [1, 2, 5, 10, 20, 50],
           label: 'block', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28,
         }),
-        axis(colours, { size: 58, values: (_, ticks) => ticks.map((y) => percent(y, ticks.at(-1) < 0.05 ? 1 : 0)) }),
+        axis(colours, { size: 58, values: (_, ticks) => ticks.map((y) => `${+(y * 100).toPrecision(2)}\u00a0%`) }),
       ],
     }));
   }

@@ -1,6 +1,6 @@
 // How good a result is: its perplexity, and beside the model that it was made from, where and how much it differs.
 
-import { byId, element, facts, show } from './dom.js';
+import { byId, element, show } from './dom.js';
 import { BlockErrors } from './charts.js';
 import { count, duration, percent } from './format.js';
 import { guarded } from './message.js';
@@ -89,40 +89,30 @@ export class Evaluation {
   }
 }
 
-/** A value, with its interval of 95 % where there is one. */
-const within = ({ value, interval }, text) => (interval ? `${text(value)} (${text(interval[0])} to ${text(interval[1])})` : text(value));
 const signed = (share, digits) => `${share < 0 ? '−' : '+'}${percent(Math.abs(share), digits)}`;
 
 /** The figures, large, and what they mean; for the page and the report. @param outcome the event `compared` or `score` */
 export function sentences(outcome) {
-  const list = (className, rows) => {
-    const node = element('dl', { className });
-    facts(node, rows);
-    return node;
-  };
   const quiet = (text) => element('p', { className: 'quiet' }, text);
+  const list = (rows) => element('dl', { className: 'facts big' }, ...rows.map(([name, value, under]) => element('div', {},
+    element('dt', {}, name), element('dd', {}, value), ...(under ? [element('dd', { className: 'under' }, under)] : []))));
   const over = `Over ${count(outcome.tokens)} predicted tokens, in ${duration(outcome.seconds)}.`;
   if (outcome.type === 'score') {
-    return [list('facts big', [['Perplexity', outcome.perplexity.toFixed(3)]]), quiet(`${over} Lower is better.`)];
+    return [list([['Perplexity', outcome.perplexity.toFixed(3)]]), quiet(`${over} Lower is better.`)];
   }
+  /** A value and its interval, if there is one. */
+  const row = (name, { value, interval }, text) => [name, text(value), interval && `${text(interval[0])} to ${text(interval[1])}`];
   const [before, after] = outcome.perplexity;
   return [
-    list('facts big', [
-      ['Perplexity before', before.value.toFixed(3)],
-      ['Perplexity after', after.value.toFixed(3)],
-      ['Change', signed(outcome.ratio.value - 1, 2)],
-      ['Same likeliest token', percent(outcome.agreement.value)],
-      ['KL divergence', outcome.kl.value.toPrecision(3)],
+    list([
+      row('Perplexity before', before, (value) => value.toFixed(3)),
+      row('Perplexity after', after, (value) => value.toFixed(3)),
+      row('Change', outcome.ratio, (value) => signed(value - 1, 2)),
+      row('Same likeliest token', outcome.agreement, (value) => percent(value)),
+      row('KL divergence', outcome.kl, (value) => value.toPrecision(3)),
+      ['99 % of it below', outcome.kl_99.toPrecision(3)],
     ]),
-    list('facts', [
-      ['Perplexity before', within(before, (value) => value.toFixed(3))],
-      ['Perplexity after', within(after, (value) => value.toFixed(3))],
-      ['Change', within(outcome.ratio, (value) => signed(value - 1, 2))],
-      ['Same likeliest token', within(outcome.agreement, (value) => percent(value))],
-      ['KL divergence', within(outcome.kl, (value) => value.toPrecision(3))],
-      ['KL divergence of 99 %', `≤ ${outcome.kl_99.toPrecision(3)}`],
-    ].filter(([, value]) => / to |≤/.test(value))),
-    quiet(`${over} Perplexity: lower is better. KL divergence: how far the predicted probabilities moved, in nats; `
-      + 'equal models have 0. In parentheses the 95 % intervals, where the text has rows enough for one.'),
+    quiet(`${over} Perplexity: lower is better. KL divergence: how far the predicted probabilities moved, in nats; 0 for `
+      + `equal models.${outcome.ratio.interval ? ' Below the figures their 95 % intervals.' : ''}`),
   ];
 }

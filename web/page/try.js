@@ -9,8 +9,11 @@ import { throttled } from './throttle.js';
 const form = byId('prompt');
 
 const ENDS = {
-  end: '', max_tokens: ', cut at the number of tokens asked for', context: ', cut at the end of the context', stopped: ', stopped',
+  end: '', max_tokens: '; cut there as asked', context: '; cut at the end of the context', stopped: '; stopped',
 };
+
+/** Tokens of a prompt from which on the speed of reading means something. */
+const WORTH_A_RATE = 8;
 
 export class Try {
   #core;
@@ -158,10 +161,10 @@ class Side {
     };
     const done = await core.ask({ ...request, which: this.which }, { hear });
     this.#render();
-    const rate = done.tokens_per_second === null ? '' : `, ${done.tokens_per_second.toFixed(1)} tokens/s`;
+    const rate = done.tokens_per_second === null ? '' : ` at ${done.tokens_per_second.toFixed(1)} tokens/s`;
     const read = done.prompt_tokens - done.reused_tokens;
-    this.end(`${count(done.tokens)} tokens${rate}; ${count(read)} read at ${done.prefill_tokens_per_second.toFixed(1)} tokens/s`
-      + ENDS[done.finish]);
+    const prefill = read < WORTH_A_RATE ? '' : ` at ${done.prefill_tokens_per_second.toFixed(1)} tokens/s`;
+    this.end(`${count(read)} tokens read${prefill}, ${count(done.tokens)} generated${rate}${ENDS[done.finish]}`);
   }
 
   end(text) {
