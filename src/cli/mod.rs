@@ -10,6 +10,7 @@ macro_rules! say {
 
 mod adapters;
 mod bench;
+mod compare;
 mod demo;
 mod eval;
 mod inspect;
@@ -49,6 +50,8 @@ enum Command {
     Adapters(adapters::Args),
     /// Perplexity of a dense or quantized model on a text
     Eval(eval::Args),
+    /// Compare a quantized model with its original: divergence, agreement, error by block
+    Compare(compare::Args),
     /// Quantize the embedded demo model at 4, 3 and 2 bits and compare
     Demo(demo::Args),
     /// Measure kernels and whole runs
@@ -90,6 +93,7 @@ async fn run(command: Command) -> Result<()> {
         Command::Inspect(args) => inspect::run(args).await,
         Command::Adapters(args) => adapters::run(args).await,
         Command::Eval(args) => eval::run(args).await,
+        Command::Compare(args) => compare::run(args).await,
         Command::Demo(args) => demo::run(args).await,
         Command::Bench(args) => bench::run(args).await,
     }

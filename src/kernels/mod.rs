@@ -10,6 +10,7 @@ pub mod columns;
 pub mod cross_entropy;
 mod cut;
 pub mod dequant;
+pub mod divergence;
 pub mod embedding;
 pub mod gemm;
 pub mod matmul;

@@ -4,7 +4,7 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm};
+use super::{add, attention, cholesky, columns, cross_entropy, dequant, divergence, embedding, gemm, norm};
 use super::{rmsnorm, rope, scales, sweep, swiglu, symmetric};
 use crate::device::Kernel;
 
@@ -20,6 +20,7 @@ pub fn registry() -> Vec<Registered> {
         columns::KERNELS,
         cross_entropy::KERNELS,
         dequant::KERNELS,
+        divergence::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,
         norm::KERNELS,
