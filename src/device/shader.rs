@@ -24,6 +24,7 @@ pub struct Kernel {
 const SHARED: &[(&str, &str)] = &[
     ("gemm_a", include_str!("../../shaders/shared/gemm_a.wgsl")),
     ("gemm_b", include_str!("../../shaders/shared/gemm_b.wgsl")),
+    ("gemm_packed", include_str!("../../shaders/shared/gemm_packed.wgsl")),
     ("gemm_params", include_str!("../../shaders/shared/gemm_params.wgsl")),
     ("gemm_store", include_str!("../../shaders/shared/gemm_store.wgsl")),
     ("gemv", include_str!("../../shaders/shared/gemv.wgsl")),

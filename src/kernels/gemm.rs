@@ -9,7 +9,7 @@ use crate::device::{Device, Gpu};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
 
-mod gpu;
+pub(super) mod gpu;
 mod tuning;
 
 /// A matrix inside a tensor: `rows × cols` as it takes part in the product, that is after

@@ -3,12 +3,13 @@
 
 use super::gemm::{Mat, Scaling, Target, gemm, values};
 use super::input::Input;
+use super::sums::Sums;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Tensor};
 
-pub mod cpu;
-mod gpu;
+mod cpu;
+pub(super) mod gpu;
 
 pub use gpu::KERNELS;
 
@@ -29,7 +30,7 @@ pub fn multiply(y: Target, input: Input, w: &Tensor, bias: Option<&Tensor>, add:
     let few = (1..=FEW).contains(&tokens) && n > 0 && k > 0;
     match w.device() {
         Device::Cpu if few => input.computed(|x| {
-            let mut sums = super::sums::Sums::new(n, tokens);
+            let mut sums = Sums::new(n, tokens);
             cpu::few_rows(values(w, 0)?, n, k, x.f32s()?, tokens, &mut sums.values);
             sums.store(y, bias, add)
         }),

@@ -13,11 +13,11 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
-pub mod cpu;
+pub(super) mod cpu;
 mod gpu;
 mod packed;
 
-pub use gpu::{KERNELS, VARIANTS, force};
+pub use gpu::KERNELS;
 pub use packed::{Form, Packed};
 
 /// y = input·wᵀ + bias, or y += … if `add`: the input [tokens, in], y f32 with `out` columns from where

@@ -4,8 +4,8 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm};
-use super::{rmsnorm, rope, scales, sweep, swiglu, symmetric};
+use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, gemv, norm};
+use super::{qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -22,7 +22,9 @@ pub fn registry() -> Vec<Registered> {
         dequant::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,
+        gemv::KERNELS,
         norm::KERNELS,
+        qmatmul::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,

@@ -57,7 +57,7 @@ macro_rules! of_elements {
 
         multiversion! {
             fn $plain(w: &[$element], k: usize, x: &[f32], rows: usize, out: &mut [f32]) {
-                plain(w, k, x, rows, out, $widen);
+                dots(w, k, x, rows, out, $widen);
             }
         }
     };
@@ -71,11 +71,11 @@ of_elements!(bf16s, plain_bf16s, bf16, |w: &[bf16], out: &mut [f32]| {
     }
 });
 
-/// Lanes of a sum in [`plain`].
+/// Lanes of a sum in [`dots`].
 const LANES: usize = 32;
 
 #[inline(always)]
-fn plain<T>(w: &[T], k: usize, x: &[f32], rows: usize, out: &mut [f32], widen: impl Fn(&[T], &mut [f32])) {
+fn dots<T>(w: &[T], k: usize, x: &[f32], rows: usize, out: &mut [f32], widen: impl Fn(&[T], &mut [f32])) {
     for (lane, w) in w.chunks_exact(k).enumerate() {
         let mut sums = [[0f32; LANES]; 4];
         for (piece, w) in w.chunks(LANES).enumerate() {

@@ -36,14 +36,7 @@ const STAGED: usize = 960;
 const GEMV: Kernel = Kernel {
     name: "gemv",
     source: include_str!("../../../shaders/gemv.wgsl"),
-    bindings: &[
-        Access::Read,
-        Access::Read,
-        Access::Read,
-        Access::Read,
-        Access::Read,
-        Access::ReadWrite,
-    ],
+    bindings: &[Access::Read, Access::Read, Access::Read, Access::Read, Access::Read, Access::ReadWrite],
 };
 
 /// For [`crate::kernels::registry`].
@@ -108,7 +101,9 @@ impl Job<'_> {
         let (rows, spans) = (self.input.tokens(), &self.spans);
         let x = self.input.source().gpu()?;
         // What a kernel does not read must still be bound to something.
-        let or_x = |tensor: Option<&Tensor>| tensor.map_or(Ok(x), Tensor::gpu);
+        fn or<'a>(x: &'a GpuBuffer, tensor: Option<&'a Tensor>) -> Result<&'a GpuBuffer> {
+            tensor.map_or(Ok(x), Tensor::gpu)
+        }
         let (kind, norm, eps) = match self.input {
             Input::Plain(_) => (0.0, None, 0.0),
             Input::RmsNorm { weight, eps, .. } => (1.0, Some(weight), eps),
@@ -123,7 +118,7 @@ impl Job<'_> {
         ];
         all.extend_from_slice(constants);
         let mut buffers = weight.to_vec();
-        buffers.extend([x, or_x(norm)?, or_x(self.order)?, or_x(self.bias)?, self.y.tensor.gpu()?]);
+        buffers.extend([x, or(x, norm)?, or(x, self.order)?, or(x, self.bias)?, self.y.tensor.gpu()?]);
 
         let count = spans.depth.div_ceil(4 * spans.quads);
         let most = (STAGED / (rows * spans.quads)).max(1);
@@ -132,7 +127,7 @@ impl Job<'_> {
         for part in ranges(gpu, self.n.div_ceil(per_group), cost) {
             let params = Params {
                 n: self.n as u32,
-                k: self.input.source().cols() as u32,
+                k: self.input.features() as u32,
                 y_offset: self.y.offset as u32,
                 y_row: self.y.ld as u32,
                 has_bias: self.bias.is_some().into(),

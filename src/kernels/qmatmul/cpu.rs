@@ -4,8 +4,6 @@ use super::packed::{Form, TILE};
 use crate::kernels::parallel::{for_chunks, threads};
 use crate::kernels::simd::{half_to_f32, multiversion, prefetch};
 
-/// Rows that one walk over the words serves.
-pub const ROWS: usize = 4;
 /// Bytes of words below which another thread costs more than it saves.
 const TASK_BYTES: usize = 192 << 10;
 /// How far ahead words are asked for: what the processor foresees by itself is too little while it
@@ -25,7 +23,7 @@ pub struct Weight<'a> {
 }
 
 /// out[tile][row][lane] = Σ_slot weight[tile·TILE + lane][slot] · x[row][slot]; `x` is [rows, depth] with
-/// at most [`ROWS`] rows, `out` [tiles, rows, TILE].
+/// at most four rows, `out` [tiles, rows, TILE].
 pub fn few_rows(weight: Weight, x: &[f32], rows: usize, out: &mut [f32]) {
     let Form { depth, group, .. } = weight.form;
     // Σ x over each group, which zero points multiply.
@@ -79,7 +77,8 @@ fn tile(weight: Weight, x: &[f32], sums: &[f32], rows: usize, out: &mut [f32]) {
         }
     }
     let groups = weight.form.groups();
-    for (row, (out, x)) in out.chunks_exact_mut(TILE).zip(x.chunks_exact(weight.form.depth)).enumerate().take(rows)
+    for (row, (out, x)) in
+        out.chunks_exact_mut(TILE).zip(x.chunks_exact(weight.form.depth)).enumerate().take(rows)
     {
         let sums = sums.get(row * groups..(row + 1) * groups).unwrap_or_default();
         match weight.form.bits {
@@ -93,7 +92,7 @@ fn tile(weight: Weight, x: &[f32], sums: &[f32], rows: usize, out: &mut [f32]) {
 
 /// One row, by loops that compilers turn into the vectors there are.
 #[inline(always)]
-fn plain<const BITS: u32>(weight: Weight, x: &[f32], sums: &[f32], out: &mut [f32]) {
+fn one_row<const BITS: u32>(weight: Weight, x: &[f32], sums: &[f32], out: &mut [f32]) {
     let form = weight.form;
     let (unit_codes, unit_rows) = (form.unit_codes(), form.unit_codes() * BITS as usize / 32);
     let mut total = [0f32; TILE];
@@ -140,22 +139,22 @@ fn codes<const BITS: u32>(words: &[u32], i: usize) -> [f32; TILE] {
 
 multiversion! {
     fn plain_2(weight: Weight, x: &[f32], sums: &[f32], out: &mut [f32]) {
-        plain::<2>(weight, x, sums, out);
+        one_row::<2>(weight, x, sums, out);
     }
 }
 multiversion! {
     fn plain_3(weight: Weight, x: &[f32], sums: &[f32], out: &mut [f32]) {
-        plain::<3>(weight, x, sums, out);
+        one_row::<3>(weight, x, sums, out);
     }
 }
 multiversion! {
     fn plain_4(weight: Weight, x: &[f32], sums: &[f32], out: &mut [f32]) {
-        plain::<4>(weight, x, sums, out);
+        one_row::<4>(weight, x, sums, out);
     }
 }
 multiversion! {
     fn plain_8(weight: Weight, x: &[f32], sums: &[f32], out: &mut [f32]) {
-        plain::<8>(weight, x, sums, out);
+        one_row::<8>(weight, x, sums, out);
     }
 }
 

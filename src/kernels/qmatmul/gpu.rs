@@ -4,8 +4,8 @@
 use super::packed::{Form, Packed};
 use crate::device::{Access, Gpu, Kernel};
 use crate::error::Result;
-use crate::kernels::gemm::gpu::{Params, Variant, VARIANTS as GEMM_VARIANTS, variant};
-use crate::kernels::gemm::{Mat, Scaling, Target};
+use crate::kernels::gemm::Target;
+use crate::kernels::gemm::gpu::{Params, variant};
 use crate::kernels::gemv::gpu::{Job, Params as GemvParams, Spans, Team};
 use crate::kernels::input::Input;
 use crate::kernels::registry::Registered;
@@ -81,4 +81,36 @@ fn with_team(
     let order = w.order.as_ref();
     let job = Job { y, input, bias, add, n: w.n, order, spans: spans(w.form, team), team, outputs: 8 };
     job.dispatch(gpu, &QGEMV, &[w.words.gpu()?, w.grid.gpu()?], &constants(w))
+}
+
+/// `x` [tokens, depth] has its columns in the order of the weight's slots.
+pub fn many_rows(
+    gpu: &Gpu,
+    y: Target,
+    x: &Tensor,
+    w: &Packed,
+    bias: Option<&Tensor>,
+    add: bool,
+) -> Result<()> {
+    let x_buffer = x.gpu()?;
+    // A kernel that reads no bias must have something bound in its place.
+    let bias_buffer = bias.map_or(Ok(x_buffer), Tensor::gpu)?;
+    let buffers = [x_buffer, w.words.gpu()?, w.grid.gpu()?, bias_buffer, y.tensor.gpu()?];
+    let params = Params {
+        m: x.rows() as u32,
+        n: w.n as u32,
+        k: w.form.depth as u32,
+        a_row: x.cols() as u32,
+        a_col: 1,
+        c_offset: y.offset as u32,
+        c_row: y.ld as u32,
+        alpha: 1.0,
+        beta: if add { 1.0 } else { 0.0 },
+        has_bias: bias.is_some().into(),
+        group: w.form.group as u32,
+        groups: w.form.groups() as u32,
+        word_rows: w.form.word_rows() as u32,
+        ..Params::default()
+    };
+    variant(gpu).packed(gpu, &constants(w), &buffers, params)
 }

@@ -16,7 +16,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::columns::ZERO_COLUMN;
 use crate::kernels::parallel::for_chunks;
-use crate::tensor::{Elem, Tensor};
+use crate::tensor::Tensor;
 
 /// Outputs whose words lie together.
 pub use crate::kernels::sums::TILE;
