@@ -5,9 +5,9 @@
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
 use super::{
-    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm,
+    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding, gemm, gemv,
 };
-use super::{peak, penalize, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
+use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -26,9 +26,11 @@ pub fn registry() -> Vec<Registered> {
         dequant::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,
+        gemv::KERNELS,
         norm::KERNELS,
         peak::KERNELS,
         penalize::KERNELS,
+        qmatmul::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,
