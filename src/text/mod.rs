@@ -13,6 +13,7 @@ mod pieces;
 mod random;
 mod rows;
 mod segments;
+mod stream;
 mod strftime;
 mod tojson;
 mod tokenizer;
@@ -23,7 +24,9 @@ pub use calibration::{
 };
 pub use chat::{ChatTemplate, RenderOptions};
 pub use passages::{Passage, passages};
+pub(crate) use random::SplitMix64;
 pub use segments::{SegmentReport, Segments, SourceKind, SourceReport};
+pub use stream::TextStream;
 pub use strftime::Clock;
 pub use tokenizer::{Tokenizer, check_ids};
 
