@@ -6,14 +6,19 @@ mod common;
 use std::rc::Rc;
 
 use common::*;
+use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
 use halftone::error::Error;
 use halftone::generate::{Event, Finish, Generator, Options, Sampling};
+use halftone::gptq::scheme::{Choice, Preset, Scheme};
 use halftone::model::{Decoder, DecoderOptions, ModelConfig, Stored};
-use halftone::storage::memory::MemorySource;
+use halftone::pipeline::events::Silent;
+use halftone::pipeline::{PlanOptions, RunOptions, make_plan, run};
+use halftone::storage::memory::{MemorySink, MemorySource};
 use halftone::tensor::Elem;
-use halftone::text::ModelText;
+use halftone::text::{ModelText, SegmentOptions, TextFile, calibration_segments};
 use pollster::block_on;
+use safetensors::SafeTensors;
 
 fn stored(files: Files) -> Stored {
     block_on(Stored::open(Rc::new(MemorySource::new("model", files)))).unwrap()
@@ -226,6 +231,122 @@ fn a_seed_repeats_a_text_and_another_does_not() {
             let first = run(7, top_k);
             assert_eq!(run(7, top_k), first);
             assert_ne!(run(8, top_k), first);
+        }
+    }
+}
+
+/// A run over a tiny model, in memory.
+fn quantized(name: &str, scheme: &Scheme) -> Files {
+    let stored = stored(model(name));
+    let rows = rows(16, 40, 1);
+    let options = PlanOptions {
+        scheme: scheme.clone(),
+        tokens: 16 * 40,
+        longest: 40,
+        max_memory: u64::MAX,
+        batch_tokens: None,
+        shard_bytes: u64::MAX,
+    };
+    let plan = make_plan(&stored, &options, &Device::Cpu).unwrap();
+    let text = ModelText::new(None, None, VOCAB, "model");
+    let file = TextFile { name: "rows.jsonl".into(), content: jsonl(&rows).into_bytes() };
+    let segments = SegmentOptions { samples: None, seq_len: 512, seed: 0 };
+    let segments = calibration_segments(&text, &[file], &segments).unwrap();
+    let sink = MemorySink::new();
+    let run_options = RunOptions { calibration: String::new(), resume: false };
+    let to = Rc::new(sink.clone());
+    block_on(run(&stored, &plan, &segments, &Device::Cpu, to, &run_options, &mut Silent)).unwrap();
+    sink.files()
+}
+
+/// The same checkpoint with zero points as `gptq_v2` has them: one more than in the older format.
+fn as_v2(files: &Files) -> Files {
+    let mut changed = files.clone();
+    let opened = stored(files.clone());
+    let bits = opened.quant.as_ref().unwrap().scheme.bits;
+    assert!(32 % bits == 0, "codes that span words need more than this");
+    for tensor in opened.checkpoint.tensors().iter().filter(|tensor| tensor.name.ends_with("qzeros")) {
+        change_tensor(&mut changed, &tensor.name, |bytes| {
+            for word in bytes.chunks_exact_mut(4) {
+                let old = u32::from_le_bytes(word.try_into().unwrap());
+                let codes = (0..32 / bits).map(|i| (old >> (i * bits)).wrapping_add(1) & ((1 << bits) - 1));
+                let new = codes.enumerate().fold(0, |word, (i, code)| word | code << (i as u32 * bits));
+                word.copy_from_slice(&new.to_le_bytes());
+            }
+        });
+    }
+    for name in ["config.json", "quantize_config.json"] {
+        let text = String::from_utf8(changed[name].clone()).unwrap();
+        let text = text.replace("\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"gptq_v2\"");
+        assert!(text.contains("gptq_v2"), "{text}");
+        changed.insert(name.into(), text.into_bytes());
+    }
+    changed
+}
+
+/// A dense checkpoint of the weights that a quantized one stands for.
+fn dequantized(files: &Files) -> Files {
+    let stored = stored(files.clone());
+    let quant = stored.quant.as_ref().unwrap();
+    let mut tensors = vec![];
+    for info in stored.checkpoint.tensors() {
+        if let Some(module) = info.name.strip_suffix(".qweight") {
+            let layer = block_on(GptqLinear::read(&stored.checkpoint, module, quant)).unwrap();
+            let bytes = bytemuck::cast_slice(&layer.dequantize().unwrap()).to_vec();
+            tensors
+                .push((format!("{module}.weight"), (safetensors::Dtype::F32, vec![layer.n, layer.k], bytes)));
+        }
+    }
+    let original = SafeTensors::deserialize(&files["model.safetensors"]).unwrap();
+    for (name, view) in original.tensors() {
+        if ![".qweight", ".qzeros", ".scales", ".g_idx"].iter().any(|part| name.ends_with(part)) {
+            tensors.push((name, (view.dtype(), view.shape().to_vec(), view.data().to_vec())));
+        }
+    }
+    let views = tensors.iter().map(|(name, (dtype, shape, bytes))| {
+        (name, safetensors::tensor::TensorView::new(*dtype, shape.clone(), bytes).unwrap())
+    });
+    let weights = safetensors::serialize(views, None).unwrap();
+    let mut config: serde_json::Value = serde_json::from_slice(&files["config.json"]).unwrap();
+    config.as_object_mut().unwrap().remove("quantization_config").unwrap();
+    [("config.json".into(), config.to_string().into_bytes()), ("model.safetensors".into(), weights)].into()
+}
+
+/// What is packed generates what its weights generate when they are written out: every family, every
+/// width, with and without zero points and g_idx, both zero formats, both devices.
+#[test]
+fn packed_weights_generate_what_their_dequantized_weights_do() {
+    let choice = |preset, bits, sym, desc_act| Choice {
+        preset,
+        bits,
+        group_size: 32,
+        sym,
+        desc_act: Some(desc_act),
+        static_groups: None,
+        mse: None,
+        damp_percent: 0.01,
+    };
+    let cases = [
+        ("llama", choice(Preset::Default, 4, true, true)),
+        ("llama_tied_rope3", choice(Preset::Reference, 4, false, true)),
+        ("mistral_sliding", choice(Preset::Default, 3, true, true)),
+        ("qwen2", choice(Preset::Reference, 8, true, false)),
+        ("qwen3", choice(Preset::Reference, 4, true, true)),
+        ("llama", choice(Preset::Default, 2, false, true)),
+    ];
+    let prompt = rows(1, 16, 11).remove(0);
+    for (name, choice) in cases {
+        let packed = quantized(name, &Scheme::chosen(&choice).unwrap());
+        let mut forms = vec![packed.clone()];
+        if choice.bits != 3 {
+            forms.push(as_v2(&packed));
+        }
+        let want = greedy(dequantized(&packed), &Device::Cpu, &prompt, 64);
+        for device in devices() {
+            for files in &forms {
+                let got = greedy(files.clone(), &device, &prompt, 64);
+                assert_eq!(got, want, "{name}, {choice:?} on {}", device.describe());
+            }
         }
     }
 }

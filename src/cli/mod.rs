@@ -12,6 +12,7 @@ mod adapters;
 mod bench;
 mod bench_decode;
 mod chat;
+mod compare;
 mod demo;
 mod eval;
 mod generate;
@@ -53,6 +54,8 @@ enum Command {
     Adapters(adapters::Args),
     /// Perplexity of a dense or quantized model on a text
     Eval(eval::Args),
+    /// Compare a quantized model with its original: divergence, agreement, error by block
+    Compare(compare::Args),
     /// Continue a text with a dense or quantized model
     Generate(generate::Args),
     /// Talk with a model that has a chat template
@@ -98,6 +101,7 @@ async fn run(command: Command) -> Result<()> {
         Command::Inspect(args) => inspect::run(args).await,
         Command::Adapters(args) => adapters::run(args).await,
         Command::Eval(args) => eval::run(args).await,
+        Command::Compare(args) => compare::run(args).await,
         Command::Generate(args) => generate::run(args).await,
         Command::Chat(args) => chat::run(args).await,
         Command::Demo(args) => demo::run(args).await,

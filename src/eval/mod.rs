@@ -1,5 +1,12 @@
-//! How good a model is: perplexity on text.
+//! How good a model is, and how far a quantized one is from its original.
 
-pub mod perplexity;
+mod compare;
+mod interval;
+mod pass;
+mod perplexity;
+mod places;
 
+pub use compare::{Comparison, compare};
+pub use interval::Estimate;
 pub use perplexity::{Perplexity, perplexity};
+pub use places::{LastWords, last_words};

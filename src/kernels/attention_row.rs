@@ -9,8 +9,7 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::attention::{Attention, floats};
-use super::matmul::Values;
+use super::attention::{Attention, Floats};
 use super::parallel::for_chunks;
 use super::simd::{exp, exp_and_sum, largest, multiversion};
 use crate::device::Device;
@@ -43,7 +42,7 @@ pub(super) fn cached(
                     "Use a model with smaller heads",
                 ));
             }
-            let (k, v, q) = (floats(k)?, floats(v)?, q.f32s()?);
+            let (k, v, q) = (Floats::of(k)?, Floats::of(v)?, q.f32s()?);
             let width = shape.heads * shape.head_dim;
             let first = len - q.len() / width;
             for (row, (out, q)) in out.f32s_mut()?.chunks_mut(width).zip(q.chunks(width)).enumerate() {
@@ -59,7 +58,7 @@ pub(super) fn cached(
 }
 
 /// One query that sees the keys before `end`.
-fn one(out: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, end: usize) {
+fn one(out: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, end: usize) {
     let begin = shape.window.map_or(0, |window| end.saturating_sub(window));
     let parts = (end - begin).div_ceil(PART);
     // Of each head: the mix of values, the largest score, the sum of weights.
@@ -95,11 +94,11 @@ fn join(head: &mut [f32], other: &[f32]) {
     head[d + 1] = head[d + 1] * kept + other[d + 1] * taken;
 }
 
-fn mix(found: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, keys: Range<usize>) {
+fn mix(found: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, keys: Range<usize>) {
     match (k, v) {
-        (Values::F32(k), Values::F32(v)) => mix_f32(found, q, k, v, shape, keys),
-        (Values::F16(k), Values::F16(v)) => mix_f16(found, q, k, v, shape, keys),
-        // `floats` gives no other kind, and `cached` has compared the two.
+        (Floats::F32(k), Floats::F32(v)) => mix_f32(found, q, k, v, shape, keys),
+        (Floats::F16(k), Floats::F16(v)) => mix_f16(found, q, k, v, shape, keys),
+        // `cached` has compared the two.
         _ => {}
     }
 }

@@ -5,9 +5,10 @@
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
 use super::{
-    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm,
+    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, divergence, embedding,
+    gemm, gemv,
 };
-use super::{peak, penalize, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
+use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -24,11 +25,14 @@ pub fn registry() -> Vec<Registered> {
         columns::KERNELS,
         cross_entropy::KERNELS,
         dequant::KERNELS,
+        divergence::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,
+        gemv::KERNELS,
         norm::KERNELS,
         peak::KERNELS,
         penalize::KERNELS,
+        qmatmul::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,

@@ -8,6 +8,7 @@ mod calibration;
 mod chat;
 #[cfg(test)]
 mod fixtures;
+mod passages;
 mod pieces;
 mod random;
 mod rows;
@@ -22,6 +23,7 @@ pub use calibration::{
     DEFAULT_SAMPLES, SegmentOptions, TextFile, calibration_segments, documents, evaluation_segments,
 };
 pub use chat::{ChatTemplate, RenderOptions};
+pub use passages::{Passage, passages};
 pub(crate) use random::SplitMix64;
 pub use segments::{SegmentReport, Segments, SourceKind, SourceReport};
 pub use stream::TextStream;
@@ -92,5 +94,13 @@ async fn read_optional(source: &dyn Source, file: &str) -> Result<Option<Vec<u8>
     match source.size(file) {
         Some(size) => source.read(file, 0..size).await.map(Some),
         None => Ok(None),
+    }
+}
+
+/// Puts the row in front of what went wrong with it.
+fn error_in(row: &str, error: Error) -> Error {
+    match error {
+        Error::Text { place, problem, advice } => Error::text(row, format!("{place}: {problem}"), advice),
+        other => other,
     }
 }
