@@ -5,7 +5,7 @@ import assert from 'node:assert/strict';
 import { test } from 'node:test';
 import { shot, start } from './browser.mjs';
 
-const LONG = { timeout: 120_000 };
+const LONG = { timeout: 300_000 };
 
 /** Quantizes the demo model in a browser with these changes until the page shows a message, and has `look` judge it. */
 async function failing(changes, { device, samples = 2, length = 64 }, look) {

@@ -11,7 +11,7 @@ import { ROOT } from './harness.mjs';
 
 const MODEL = join(ROOT, 'web/demo/model');
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
-const LONG = { timeout: 180_000 };
+const LONG = { timeout: 300_000 };
 
 let browser;
 let folder;

@@ -114,7 +114,7 @@ export class Worker {
 
   /** Waits until a request has had an event of this type. */
   until(id, type) {
-    return this.page.waitForFunction(([id, type]) => window.driver.has(id, type), [id, type], { polling: 20, timeout: 120_000 });
+    return this.page.waitForFunction(([id, type]) => window.driver.has(id, type), [id, type], { polling: 20, timeout: 300_000 });
   }
 
   /** The files that came with the answer to `id`, by name. */

@@ -22,7 +22,7 @@ const watch = () => {
   }).observe(document, { subtree: true, childList: true, attributes: true, attributeFilter: ['hidden'] });
 };
 
-test('the first load is small and quick', { timeout: 120_000 }, async () => {
+test('the first load is small and quick', { timeout: 300_000 }, async () => {
   const browser = await start();
   const seconds = [];
   let asked;

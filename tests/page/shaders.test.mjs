@@ -6,7 +6,7 @@ import { join } from 'node:path';
 import { after, before, test } from 'node:test';
 import { ROOT, Worker, browse, serve } from './harness.mjs';
 
-const LONG = { timeout: 180_000 };
+const LONG = { timeout: 300_000 };
 const SHADERS = join(ROOT, 'shaders');
 
 /** Kernels, with what `#import` names put in (src/device/shader.rs); a test of the program has all of them registered. */

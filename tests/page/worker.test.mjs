@@ -99,7 +99,7 @@ test('the demo model is planned', async () => {
   assert.equal(Object.values(plan.memory).reduce((a, b) => a + b), plan.memory_bytes);
 });
 
-test('the demo model is quantized on the CPU', { timeout: 120_000 }, async () => {
+test('the demo model is quantized on the CPU', { timeout: 300_000 }, async () => {
   const done = await worker.get({ type: 'quantize', settings: SMALL, resume: false });
   const of = (type) => done.events.filter((event) => event.type === type);
   assert.equal(done.stored, 'demo-4bit-g64');
@@ -119,7 +119,7 @@ test('the demo model is quantized on the CPU', { timeout: 120_000 }, async () =>
   console.log(`# CPU: ${done.seconds.toFixed(1)} s, ${of('progress').at(-1).wasm_bytes / 1e6} MB of wasm memory`);
 });
 
-test('the result is listed, and perplexity tells it from the model', { timeout: 120_000 }, async () => {
+test('the result is listed, and perplexity tells it from the model', { timeout: 300_000 }, async () => {
   const { items, quota_bytes: quota } = await worker.get({ type: 'list' });
   assert.deepEqual(items.map(({ name, unfinished }) => [name, unfinished]), [['demo-4bit-g64', null]]);
   assert.deepEqual(items[0].settings, SMALL);
@@ -134,7 +134,7 @@ test('the result is listed, and perplexity tells it from the model', { timeout: 
   console.log(`# perplexity ${before.perplexity.toFixed(3)} before, ${after.perplexity.toFixed(3)} after (${after.seconds.toFixed(1)} s)`);
 });
 
-test('the result is compared with the model, and both generate', { timeout: 180_000 }, async () => {
+test('the result is compared with the model, and both generate', { timeout: 300_000 }, async () => {
   const text = { builtin: true, max_tokens: 2048 };
   const compared = await worker.get({ type: 'compare', ...text });
   const [before, after] = compared.perplexity;
@@ -216,7 +216,7 @@ test('GPTQ gives the codes of the command line where its inputs are the same', {
   assert.ok(first > 0.999 && all > 0.7, `${first}, ${all}`);
 });
 
-test('a run that is paused and cancelled goes on to the same bytes', { timeout: 180_000 }, async () => {
+test('a run that is paused and cancelled goes on to the same bytes', { timeout: 300_000 }, async () => {
   const id = await worker.begin({ type: 'quantize', settings: SMALL, resume: false });
   await worker.until(id, 'block_done');
   assert.equal((await worker.get({ type: 'pause' })).type, 'paused');
@@ -249,7 +249,7 @@ test('a run that is paused and cancelled goes on to the same bytes', { timeout: 
   await later.close();
 });
 
-test('a folder gets the same bytes, resumed too, and is never written over', { timeout: 180_000 }, async () => {
+test('a folder gets the same bytes, resumed too, and is never written over', { timeout: 300_000 }, async () => {
   const quantize = (resume) => ({ type: 'quantize', settings: SMALL, resume });
   const id = await worker.begin(quantize(false), { directory: 'chosen' });
   await worker.until(id, 'block_done');
@@ -263,7 +263,7 @@ test('a folder gets the same bytes, resumed too, and is never written over', { t
   assert.match((await worker.ask(quantize(true), { directory: 'chosen' })).message, /holds a finished result/);
 });
 
-test('a file beyond 4 GiB is read where its tensors lie', { timeout: 180_000 }, async () => {
+test('a file beyond 4 GiB is read where its tensors lie', { timeout: 300_000 }, async () => {
   // The demo model behind 4.5 GB that no one wrote: a sparse file.
   const directory = await mkdtemp(join(tmpdir(), 'halftone-large-'));
   const model = join(ROOT, 'web/demo/model');
@@ -322,7 +322,7 @@ test('bad input gets one clear line', async () => {
   assert.match((await worker.ask({ type: 'nonsense' })).message, /message of the page is not understood.*nonsense/);
 });
 
-test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 240_000 }, async () => {
+test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 480_000 }, async () => {
   const few = { ...SMALL, samples: 2, seq_len: 64 };
   const gpu = await worker.get({ type: 'quantize', settings: { ...few, device: 'gpu' }, resume: false });
   const cpu = await worker.get({ type: 'quantize', settings: few, resume: false });
