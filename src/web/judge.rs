@@ -58,7 +58,7 @@ impl Session {
         wanted: Scored,
         files: &[File],
     ) -> Result<Event> {
-        self.voices.clear();
+        self.silence();
         let file = text_of(&wanted, files).await?;
         let device = self.choose_device(&wanted.device).await?;
         let subject = self.subject(which, name.as_deref()).await?;
@@ -80,7 +80,7 @@ impl Session {
         wanted: Scored,
         files: &[File],
     ) -> Result<Event> {
-        self.voices.clear();
+        self.silence();
         let file = text_of(&wanted, files).await?;
         let device = self.choose_device(&wanted.device).await?;
         let before = self.subject(Which::Before, None).await?;

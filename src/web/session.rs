@@ -49,7 +49,7 @@ pub struct Session {
     speeds: [Option<f64>; 2],
     /// The last result of this session.
     pub result: Option<Rc<dyn Source>>,
-    /// Models that are loaded to generate.
+    /// Models that generate.
     pub voices: Vec<Voice>,
 }
 
@@ -134,7 +134,7 @@ impl Session {
     pub fn forget_broken(&mut self, error: &Error) {
         if matches!(error, Error::Device { .. }) {
             self.gpu = None;
-            self.voices.clear();
+            self.silence();
         }
     }
 

@@ -12,7 +12,7 @@ use crate::pipeline::plan::human_bytes;
 /// Tokens of the longest text, prompt and answer together.
 const CONTEXT: usize = 2048;
 
-/// A model that is loaded to generate, and its conversation.
+/// A model that generates, and its conversation.
 pub struct Voice {
     which: Which,
     /// The stored result that it is, if it is one by name.
@@ -20,11 +20,19 @@ pub struct Voice {
     device: String,
     /// What its weights take in the file, about what they take in memory.
     bytes: u64,
-    generator: Generator,
+    /// `None` when its memory was needed for something else.
+    generator: Option<Generator>,
     chat: Chat,
 }
 
 impl Session {
+    /// Frees the memory of loaded models; their conversations stay.
+    pub fn silence(&mut self) {
+        for voice in &mut self.voices {
+            voice.generator = None;
+        }
+    }
+
     /// Answers `Generate`.
     pub async fn generate(&mut self, id: u32, wanted: Generate) -> Result<Event> {
         if wanted.max_tokens == 0 {
@@ -34,10 +42,11 @@ impl Session {
         options(&wanted, None).check()?;
         let at = self.voice(id, &wanted).await?;
         let control = self.control.clone();
-        let Some(voice) = self.voices.get_mut(at) else {
+        let voice = &mut self.voices[at];
+        let Some(generator) = &mut voice.generator else {
             return Err(Error::Internal("a loaded model is gone".into()));
         };
-        let options = options(&wanted, Some(&voice.generator));
+        let options = options(&wanted, Some(generator));
         let mut asked = Instant::now();
         let tell = async |event: generate::Event<'_>| {
             match event {
@@ -58,14 +67,14 @@ impl Session {
                 voice.chat.reset();
             }
             voice.chat.say(&wanted.prompt);
-            let answered = voice.chat.answer(&mut voice.generator, &options, tell).await;
+            let answered = voice.chat.answer(generator, &options, tell).await;
             if answered.is_err() {
                 voice.chat.take_back();
             }
             answered?
         } else {
-            let prompt = voice.generator.text().tokenizer()?.encode(&wanted.prompt, true)?;
-            voice.generator.generate(&prompt, &options, tell).await?
+            let prompt = generator.text().tokenizer()?.encode(&wanted.prompt, true)?;
+            generator.generate(&prompt, &options, tell).await?
         };
         Ok(Event::Generated {
             tokens: generated.ids.len(),
@@ -88,7 +97,7 @@ impl Session {
         let found = self.voices.iter().position(|voice| {
             voice.which == wanted.which && voice.name == wanted.stored && voice.device == wanted.device
         });
-        if let Some(at) = found {
+        if let Some(at) = found.filter(|&at| self.voices[at].generator.is_some()) {
             return Ok(at);
         }
         let device = self.choose_device(&wanted.device).await?;
@@ -107,11 +116,16 @@ impl Session {
                 "Generate with the command line, or with a smaller model",
             ));
         }
-        if self.voices.iter().map(|voice| voice.bytes).sum::<u64>() + bytes > most {
-            self.voices.clear();
+        let loaded = self.voices.iter().filter(|voice| voice.generator.is_some()).map(|voice| voice.bytes);
+        if loaded.sum::<u64>() + bytes > most {
+            self.silence();
         }
         let load = Generator::load(&subject.stored, subject.text, &device, CONTEXT, self.teller(id));
-        let generator = load.await?;
+        let generator = Some(load.await?);
+        if let Some(at) = found {
+            self.voices[at].generator = generator;
+            return Ok(at);
+        }
         self.voices.push(Voice {
             which: wanted.which,
             name: wanted.stored.clone(),
@@ -126,7 +140,7 @@ impl Session {
 
 /// What was asked for, and for the rest what the model's makers say.
 fn options(wanted: &Generate, generator: Option<&Generator>) -> Options {
-    let sampling = (wanted.temperature > 0.0).then(|| Sampling {
+    let sampling = (wanted.temperature > 0.0).then_some(Sampling {
         temperature: wanted.temperature,
         top_k: wanted.top_k,
         top_p: wanted.top_p,
