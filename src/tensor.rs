@@ -267,6 +267,14 @@ impl Tensor {
         }
     }
 
+    /// The host data, to be changed; an internal error for a tensor of a GPU.
+    pub fn host_data_mut(&mut self) -> Result<&mut Host> {
+        match &mut self.storage {
+            Storage::Host(data) => Ok(data),
+            Storage::Gpu(_) => Err(Error::Internal("a GPU tensor reached a CPU kernel".into())),
+        }
+    }
+
     pub fn f32s(&self) -> Result<&[f32]> {
         match self.host_data()? {
             Host::F32(values) => Ok(values),

@@ -10,14 +10,18 @@ macro_rules! say {
 
 mod adapters;
 mod bench;
+mod bench_decode;
+mod chat;
 mod demo;
 mod eval;
+mod generate;
 mod inspect;
 mod open;
 mod options;
 mod plan;
 mod progress;
 mod quantize;
+mod sampling;
 mod table;
 
 use std::process::ExitCode;
@@ -49,6 +53,10 @@ enum Command {
     Adapters(adapters::Args),
     /// Perplexity of a dense or quantized model on a text
     Eval(eval::Args),
+    /// Continue a text with a dense or quantized model
+    Generate(generate::Args),
+    /// Talk with a model that has a chat template
+    Chat(chat::Args),
     /// Quantize the embedded demo model at 4, 3 and 2 bits and compare
     Demo(demo::Args),
     /// Measure kernels and whole runs
@@ -90,6 +98,8 @@ async fn run(command: Command) -> Result<()> {
         Command::Inspect(args) => inspect::run(args).await,
         Command::Adapters(args) => adapters::run(args).await,
         Command::Eval(args) => eval::run(args).await,
+        Command::Generate(args) => generate::run(args).await,
+        Command::Chat(args) => chat::run(args).await,
         Command::Demo(args) => demo::run(args).await,
         Command::Bench(args) => bench::run(args).await,
     }

@@ -4,8 +4,10 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, gemv, norm};
-use super::{qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric};
+use super::{add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding};
+use super::{
+    gemm, gemv, norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk,
+};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -15,7 +17,9 @@ pub type Registered = (&'static Kernel, usize);
 pub fn registry() -> Vec<Registered> {
     [
         add::KERNELS,
+        append::KERNELS,
         attention::KERNELS,
+        attention_row::KERNELS,
         cholesky::KERNELS,
         columns::KERNELS,
         cross_entropy::KERNELS,
@@ -24,6 +28,8 @@ pub fn registry() -> Vec<Registered> {
         gemm::KERNELS,
         gemv::KERNELS,
         norm::KERNELS,
+        peak::KERNELS,
+        penalize::KERNELS,
         qmatmul::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
@@ -31,6 +37,7 @@ pub fn registry() -> Vec<Registered> {
         sweep::KERNELS,
         swiglu::KERNELS,
         symmetric::KERNELS,
+        topk::KERNELS,
     ]
     .concat()
 }

@@ -8,8 +8,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::cross_entropy::nll;
 use crate::kernels::embedding::gather;
+use crate::kernels::input::Input;
 use crate::kernels::rmsnorm::rmsnorm;
-use crate::tensor::Tensor;
+use crate::tensor::{Elem, Tensor};
 
 /// How much of the table is read at a time when only some rows are kept.
 const PIECE_BYTES: usize = 8 << 20;
@@ -82,12 +83,13 @@ impl Embedding {
     /// # Errors
     /// [`Error::Text`] when an id has no row.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        let Some(kept) = &self.kept else { return gather(&self.chunks, ids) };
+        let table: Vec<&Tensor> = self.chunks.iter().collect();
+        let Some(kept) = &self.kept else { return gather(&table, ids) };
         let row = |id: &u32| match kept.binary_search(id) {
             Ok(row) => Ok(row as u32),
             Err(_) => Err(Error::Internal(format!("no embedding was loaded for token id {id}"))),
         };
-        gather(&self.chunks, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
+        gather(&table, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
     }
 }
 
@@ -123,13 +125,30 @@ impl Head {
     /// # Errors
     /// [`Error::Device`] when they are more than one tensor may hold.
     pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
-        self.weight.forward(&rmsnorm(h, &self.norm, self.eps)?)
+        let mut logits = Tensor::uninit(h.device(), Elem::F32, &[h.rows(), self.weight.out_features()])?;
+        self.logits_to(&mut logits, h)?;
+        Ok(logits)
+    }
+
+    /// The same into a tensor that is there.
+    pub(super) fn logits_to(&self, logits: &mut Tensor, h: &Tensor) -> Result<()> {
+        self.weight.project(logits, Input::RmsNorm { x: h, weight: &self.norm, eps: self.eps }, false)
+    }
+
+    /// The embedding of a model whose table is the head's weight; see [`Embedding::embed`].
+    pub(super) fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+        gather(&self.weight.chunks()?, ids)
+    }
+
+    /// Bytes that the logits of a token read.
+    pub fn bytes(&self) -> u64 {
+        self.weight.bytes()
     }
 
     /// −ln p(target) in nats for each row of the last block's output; see
     /// [`crate::kernels::cross_entropy::nll`].
     pub async fn nll(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        nll(&rmsnorm(h, &self.norm, self.eps)?, self.weight.chunks(), targets).await
+        nll(&rmsnorm(h, &self.norm, self.eps)?, &self.weight.chunks()?, targets).await
     }
 }
 

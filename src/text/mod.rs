@@ -12,6 +12,7 @@ mod pieces;
 mod random;
 mod rows;
 mod segments;
+mod stream;
 mod strftime;
 mod tojson;
 mod tokenizer;
@@ -21,7 +22,9 @@ pub use calibration::{
     DEFAULT_SAMPLES, SegmentOptions, TextFile, calibration_segments, documents, evaluation_segments,
 };
 pub use chat::{ChatTemplate, RenderOptions};
+pub(crate) use random::SplitMix64;
 pub use segments::{SegmentReport, Segments, SourceKind, SourceReport};
+pub use stream::TextStream;
 pub use strftime::Clock;
 pub use tokenizer::{Tokenizer, check_ids};
 
