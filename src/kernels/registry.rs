@@ -4,10 +4,10 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
+use super::{add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding};
 use super::{
-    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding, gemm, gemv,
+    gemm, gemv, norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk,
 };
-use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
