@@ -174,7 +174,7 @@ fn a_quantized_model_is_compared_with_its_original() {
     succeeds(place.quantize(&["--bits", "3"]));
     let compare = |more: &[&str]| {
         let mut program = program();
-        let args = ["compare", "model", "out", "--text", "rows.jsonl", "--device", "cpu"];
+        let args = ["compare", "model", "out", "--text", "rows.jsonl", "--device", "cpu", "--prompts", "4"];
         program.current_dir(place.directory.path()).args(args).args(more).output().unwrap()
     };
     let object = json(compare(&["--json"]));
@@ -185,11 +185,16 @@ fn a_quantized_model_is_compared_with_its_original() {
     assert!(number(&found["blocks"][0]) > 0.0 && object["last_words"].is_null());
     let ratio = number(&found["perplexity"][1]["value"]) / number(&found["perplexity"][0]["value"]);
     assert!((number(&found["ratio"]["value"]) / ratio - 1.0).abs() < 1e-6);
+    assert_eq!(object["continuations"]["prompts"], 4);
     let said = succeeds(compare(&[]));
     assert!(said.contains("624 predicted tokens (16 samples) on cpu"), "{said}");
-    for line in
-        ["perplexity of b", "mean KL(a ‖ b), nats", "same top token, %", "hidden state after each block"]
-    {
+    for line in [
+        "perplexity of b",
+        "mean KL(a ‖ b), nats",
+        "same top token, %",
+        "same greedy tokens of 64",
+        "hidden state after each block",
+    ] {
         assert!(said.contains(line), "{said}");
     }
     fails(compare(&["--passages", "rows.jsonl"]), 3, &["tokenizer.json"]);

@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use common::{Files, VOCAB, change_tensor, expected, gpu, model, perplexity_of, rows};
 use halftone::device::Device;
-use halftone::eval::{compare, last_words, perplexity};
+use halftone::eval::{compare, continuations, last_words, perplexity};
 use halftone::kernels::rope::RopeTable;
 use halftone::model::{Block, Embedding, Head, ModelConfig, Stored};
 use halftone::storage::memory::MemorySource;
@@ -153,4 +153,41 @@ fn a_last_word_counts_when_each_of_its_tokens_is_the_likeliest() {
         let likeliest = f64::from(row[*passages[0].ids.last().unwrap() as usize]);
         assert!((one[0].perplexity / (total / likeliest.exp()) - 1.0).abs() < 1e-3, "{one:?}");
     }
+}
+
+#[test]
+fn continuations_part_where_one_would_say_something_else() {
+    let original = model("llama");
+    let (a, b) = (open(&original), open(&damaged(&original)));
+    let text = segments(rows(6, 12, 3));
+    // Greedy continuations by whole passes, without a cache.
+    let greedy = |model: &Stored, prompt: &[u32]| {
+        let mut ids = prompt.to_vec();
+        for _ in 0..9 {
+            let logits = logits(model, std::slice::from_ref(&ids));
+            let last = &logits[logits.len() - VOCAB..];
+            ids.push(
+                (0..VOCAB as u32).max_by(|&i, &j| last[i as usize].total_cmp(&last[j as usize])).unwrap(),
+            );
+        }
+        ids[prompt.len()..].to_vec()
+    };
+    let common = |row: &Vec<u32>| {
+        let (a, b) = (greedy(&a, &row[..8]), greedy(&b, &row[..8]));
+        a.iter().zip(&b).take_while(|(a, b)| a == b).count()
+    };
+    let want: Vec<usize> = text.rows.iter().map(common).collect();
+    assert!(want.iter().any(|&common| common < 9), "the damage is too small to test");
+    for device in [Some(Device::Cpu), gpu()].into_iter().flatten() {
+        let both = continuations([&a, &b], &text, 6, [8, 9], &device, async |_, _| true);
+        let found = block_on(both).unwrap();
+        assert!((found.parting.value - want.iter().sum::<usize>() as f64 / 6.0).abs() < 1e-12, "{found:?}");
+        assert_eq!((found.prompts, found.same), (6, want.iter().filter(|&&common| common == 9).count()));
+    }
+    let all = block_on(continuations([&a, &a], &text, 2, [8, 9], &Device::Cpu, async |_, _| true)).unwrap();
+    assert_eq!((all.parting.value, all.same, all.prompts), (9.0, 2, 2));
+    let long = block_on(continuations([&a, &b], &text, 2, [8, 1 << 20], &Device::Cpu, async |_, _| true));
+    assert!(long.unwrap_err().to_string().contains("more than the model's"));
+    let stopped = block_on(continuations([&a, &b], &text, 2, [8, 9], &Device::Cpu, async |done, _| done < 1));
+    assert_eq!(stopped.unwrap_err().exit_code(), 130);
 }

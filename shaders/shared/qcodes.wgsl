@@ -11,8 +11,8 @@ override ZEROS: bool = false; // some zero point is not in the middle
 
 const TILE_QUADS = 8u;
 
-fn code(word: vec4<u32>, move: u32) -> vec4<f32> {
-    return vec4<f32>(bitcast<vec4<i32>>((word * move) & vec4(0xffffffffu << (32u - BITS))));
+fn code(word: vec4<u32>, power: u32) -> vec4<f32> {
+    return vec4<f32>(bitcast<vec4<i32>>((word * power) & vec4(~(0xffffffffu >> BITS))));
 }
 
 // Four codes of each word, as a matrix with a column for each slot; `moves` are the powers of two

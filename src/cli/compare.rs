@@ -10,7 +10,7 @@ use super::options::DeviceArgs;
 use super::progress::stop_flag;
 use super::{open, table};
 use crate::error::{Error, Result};
-use crate::eval::{Comparison, LastWords, compare, last_words};
+use crate::eval::{Comparison, Continuations, Estimate, LastWords, compare, continuations, last_words};
 use crate::model::{ModelConfig, Stored};
 use crate::text::{ModelText, Segments, evaluation_segments};
 
@@ -32,6 +32,15 @@ pub struct Args {
     /// .jsonl of {"text"} passages whose last word is to be foretold
     #[arg(long, value_name = "FILE")]
     passages: Option<PathBuf>,
+    /// Windows or rows whose beginnings are continued greedily by both, to see where they part; 0 for none
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    prompts: usize,
+    /// Tokens of such a beginning
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    prompt_tokens: u16,
+    /// Tokens by which they are continued
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    tokens: u16,
     #[command(flatten)]
     device: DeviceArgs,
     /// Print one JSON object
@@ -59,17 +68,24 @@ pub async fn run(args: Args) -> Result<()> {
         (Ok(_), Some(passages)) => Some(last_words(&[&a, &b], passages, &device, &mut progress).await),
         _ => None,
     };
+    let parting = match (&result, &words) {
+        (Ok(_), None | Some(Ok(_))) if args.prompts > 0 => {
+            let lengths = [args.prompt_tokens.into(), args.tokens.into()];
+            Some(continuations([&a, &b], &segments, args.prompts, lengths, &device, &mut progress).await)
+        }
+        _ => None,
+    };
     bar.finish_and_clear();
-    let (result, words) = (result?, words.transpose()?);
+    let (result, words, parting) = (result?, words.transpose()?, parting.transpose()?);
     if args.json {
         let text = serde_json::to_string_pretty(&serde_json::json!({
-            "a": args.a, "b": args.b, "comparison": result, "last_words": words,
+            "a": args.a, "b": args.b, "comparison": result, "last_words": words, "continuations": parting,
             "device": device.describe(), "text": segments.report,
         }))
         .map_err(|error| Error::Internal(error.to_string()))?;
         say!("{text}");
     } else {
-        show(&args, &result, words.as_deref(), &device.describe());
+        show(&args, &result, words.as_deref(), parting.as_ref(), &device.describe());
     }
     Ok(())
 }
@@ -93,7 +109,13 @@ fn same_segments(a: &ModelText, b: &ModelText, args: &Args) -> Result<Segments> 
     Ok(segments)
 }
 
-fn show(args: &Args, result: &Comparison, words: Option<&[LastWords]>, device: &str) {
+fn show(
+    args: &Args,
+    result: &Comparison,
+    words: Option<&[LastWords]>,
+    parting: Option<&Continuations>,
+    device: &str,
+) {
     let name = |path: &Path| path.display().to_string();
     say!(
         "a {}, b {}: {} predicted tokens ({} samples) on {device} in {:.1} s; intervals of 95 %\n",
@@ -104,7 +126,7 @@ fn show(args: &Args, result: &Comparison, words: Option<&[LastWords]>, device: &
         result.seconds
     );
     let mut rows = Vec::new();
-    let mut row = |what: &str, digits: usize, scale: f64, estimate: crate::eval::Estimate| {
+    let mut row = |what: &str, digits: usize, scale: f64, estimate: Estimate| {
         let estimate = estimate.map(|x| x * scale);
         let cell = format!("{:.digits$}", estimate.value);
         rows.push(vec![what.to_owned(), cell, show_interval(estimate.interval, digits)]);
@@ -113,10 +135,13 @@ fn show(args: &Args, result: &Comparison, words: Option<&[LastWords]>, device: &
     row("perplexity of b", 4, 1.0, result.perplexity[1]);
     row("ratio b / a", 4, 1.0, result.ratio);
     row("mean KL(a ‖ b), nats", 5, 1.0, result.kl);
-    row("99 % of places below", 4, 1.0, crate::eval::Estimate { value: result.kl_99, interval: None });
+    row("99 % of places below", 4, 1.0, Estimate { value: result.kl_99, interval: None });
     row("same top token, %", 2, 100.0, result.agreement);
     for (words, model) in words.unwrap_or_default().iter().zip(["a", "b"]) {
         row(&format!("last word by {model}, %"), 2, 100.0, words.accuracy);
+    }
+    if let Some(parting) = parting {
+        row(&format!("same greedy tokens of {}", parting.tokens), 1, 1.0, parting.parting);
     }
     table::print(&["measure", "value", "interval"], &rows);
     if !result.blocks.is_empty() {

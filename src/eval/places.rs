@@ -115,7 +115,7 @@ async fn score(
             for (positions, targets) in positions.chunks(tile).zip(row.ids[row.from..].chunks(tile)) {
                 let mut logits = Vec::with_capacity(models.len());
                 for (head, hidden) in heads.iter().zip(&hidden) {
-                    logits.push(head.logits(&gather(std::slice::from_ref(hidden), positions)?)?);
+                    logits.push(head.logits(&gather(&[hidden], positions)?)?);
                 }
                 let other = logits.last().ok_or_else(|| Error::Internal("places of no model".into()))?;
                 predictions.extend(divergence(&logits[0], other, targets).await?);

@@ -66,3 +66,74 @@ pub(super) fn check(
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
+
+    fn weight(device: &Device, elem: Elem, n: usize, k: usize) -> Tensor {
+        let values = noise(n * k, 1);
+        let bytes: Vec<u8> = match elem {
+            Elem::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
+            Elem::BF16 => values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
+            _ => values.iter().flat_map(|x| x.to_le_bytes()).collect(),
+        };
+        Tensor::from_bytes(device, elem, &[n, k], &bytes).unwrap()
+    }
+
+    /// y [rows, n + 3] from column 2 on, by few rows or by the matrix product that serves many.
+    fn run(device: &Device, elem: Elem, [rows, n, k]: [usize; 3], step: usize, few: bool) -> Vec<f32> {
+        let w = weight(device, elem, n, k);
+        let tensor = |shape: &[usize], seed| {
+            Tensor::from_f32(device, shape, noise(shape.iter().product(), seed)).unwrap()
+        };
+        let (x, norm, bias) = (tensor(&[rows, k * (1 + step / 2)], 2), tensor(&[k], 3), tensor(&[n], 4));
+        let input = match step {
+            0 => Input::Plain(&x),
+            1 => Input::RmsNorm { x: &x, weight: &norm, eps: 1e-3 },
+            _ => Input::SwiGlu(&x),
+        };
+        let mut y = tensor(&[rows, n + 3], 5);
+        let target = Target::at(&mut y, 0, 2);
+        if few {
+            multiply(target, input, &w, Some(&bias), step != 1).unwrap();
+        } else {
+            let scaling = if step != 1 { Scaling::ADD } else { Scaling::SET };
+            input.computed(|x| gemm(target, Mat::of(x), Mat::of(&w).t(), scaling, Some(&bias))).unwrap();
+        }
+        pollster::block_on(y.to_f32()).unwrap()
+    }
+
+    #[test]
+    fn few_rows_give_what_many_give_on_both_devices() {
+        let gpu = test_gpu();
+        for (index, shape) in
+            [[1, 64, 32], [2, 37, 40], [3, 1, 8], [4, 130, 1200], [1, 5, 5000], [2, 33, 12], [1, 70, 52]]
+                .into_iter()
+                .enumerate()
+        {
+            for (turn, elem) in [Elem::F32, Elem::F16, Elem::BF16].into_iter().enumerate() {
+                let step = (index + turn) % 3;
+                let want = run(&Device::Cpu, elem, shape, step, false);
+                for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                    let error = relative_error(&run(device, elem, shape, step, true), &want);
+                    assert!(error < 3e-6, "{} {elem:?} {shape:?} {step}: {error}", device.describe());
+                }
+            }
+        }
+    }
+
+    /// On the CPU any length will do, on a GPU the matrix product takes over.
+    #[test]
+    fn rows_of_odd_lengths_are_multiplied_too() {
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            for elem in [Elem::F32, Elem::F16, Elem::BF16] {
+                let want = run(&Device::Cpu, elem, [2, 19, 45], 0, false);
+                assert!(relative_error(&run(device, elem, [2, 19, 45], 0, true), &want) < 3e-6);
+            }
+        }
+    }
+}

@@ -83,12 +83,13 @@ impl Embedding {
     /// # Errors
     /// [`Error::Text`] when an id has no row.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        let Some(kept) = &self.kept else { return gather(&self.chunks, ids) };
+        let table: Vec<&Tensor> = self.chunks.iter().collect();
+        let Some(kept) = &self.kept else { return gather(&table, ids) };
         let row = |id: &u32| match kept.binary_search(id) {
             Ok(row) => Ok(row as u32),
             Err(_) => Err(Error::Internal(format!("no embedding was loaded for token id {id}"))),
         };
-        gather(&self.chunks, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
+        gather(&table, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
     }
 }
 
@@ -136,7 +137,7 @@ impl Head {
 
     /// The embedding of a model whose table is the head's weight; see [`Embedding::embed`].
     pub(super) fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        gather(self.weight.chunks(), ids)
+        gather(&self.weight.chunks()?, ids)
     }
 
     /// Bytes that the logits of a token read.
@@ -147,7 +148,7 @@ impl Head {
     /// −ln p(target) in nats for each row of the last block's output; see
     /// [`crate::kernels::cross_entropy::nll`].
     pub async fn nll(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        nll(&rmsnorm(h, &self.norm, self.eps)?, self.weight.chunks(), targets).await
+        nll(&rmsnorm(h, &self.norm, self.eps)?, &self.weight.chunks()?, targets).await
     }
 }
 

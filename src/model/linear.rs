@@ -2,19 +2,33 @@
 
 use std::ops::Range;
 
+use crate::checkpoint::GptqLinear;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
+use crate::kernels::gemm::Target;
+use crate::kernels::gemv::{self, FEW};
 use crate::kernels::input::Input;
+use crate::kernels::qmatmul::{self, Packed};
 use crate::tensor::{Elem, Tensor};
 
-/// A weight [out, in] (f32, f16 or bf16) in consecutive row chunks, with an optional bias.
+/// A weight [out, in] in consecutive parts along its outputs, one normally, with an optional bias.
 pub struct Linear {
-    chunks: Vec<Tensor>,
-    /// The piece of the bias that belongs to each chunk, on the device.
-    biases: Vec<Option<Tensor>>,
+    parts: Vec<Part>,
     in_features: usize,
     out_features: usize,
+}
+
+/// Some outputs: the weight and the bias [out].
+struct Part {
+    weight: Weight,
+    bias: Option<Tensor>,
+}
+
+enum Weight {
+    /// f32, f16 or bf16 [out, in]
+    Dense(Tensor),
+    /// Codes of 2, 3, 4 or 8 bits.
+    Packed(Packed),
 }
 
 impl Linear {
@@ -24,48 +38,74 @@ impl Linear {
     /// [`Error::Internal`] when they do not fit together.
     pub fn new(chunks: Vec<Tensor>, bias: Option<Vec<f32>>) -> Result<Self> {
         let in_features = chunks.first().map_or(0, Tensor::cols);
-        let out_features = chunks.iter().map(Tensor::rows).sum();
-        if chunks.is_empty()
-            || chunks.iter().any(|chunk| chunk.cols() != in_features)
-            || bias.as_ref().is_some_and(|bias| bias.len() != out_features)
-        {
-            return Err(Error::Internal(format!("linear: chunks that make {out_features}×{in_features}")));
+        if chunks.iter().any(|chunk| chunk.cols() != in_features) {
+            return Err(Error::Internal(format!("linear: chunks of other than {in_features} inputs")));
         }
-        let mut rest = bias.as_deref();
-        let mut biases = vec![];
-        for chunk in &chunks {
-            let part = rest.map(|rest| rest.split_at(chunk.rows()));
-            biases.push(match part {
-                Some((part, _)) => Some(Tensor::from_f32(chunk.device(), &[part.len()], part.to_vec())?),
+        Self::of(chunks.into_iter().map(Weight::Dense).collect(), bias, in_features)
+    }
+
+    /// From a quantized layer, whose codes stay packed on `device`.
+    ///
+    /// # Errors
+    /// As [`Packed::new`].
+    pub fn packed(layer: &GptqLinear, device: &Device) -> Result<Self> {
+        let step = Packed::most_rows(device, layer.k, layer.bits);
+        let mut parts = vec![];
+        for start in (0..layer.n).step_by(step) {
+            parts.push(Weight::Packed(Packed::new(layer, start..layer.n.min(start + step), device)?));
+        }
+        Self::of(parts, layer.bias.clone(), layer.k)
+    }
+
+    fn of(weights: Vec<Weight>, bias: Option<Vec<f32>>, in_features: usize) -> Result<Self> {
+        let out_features = weights.iter().map(Weight::rows).sum();
+        if weights.is_empty() || bias.as_ref().is_some_and(|bias| bias.len() != out_features) {
+            return Err(Error::Internal(format!("linear: parts that make {out_features}×{in_features}")));
+        }
+        let mut first = 0;
+        let mut parts = vec![];
+        for weight in weights {
+            let rows = first..first + weight.rows();
+            first = rows.end;
+            let bias = match &bias {
+                Some(bias) => Some(Tensor::from_f32(weight.device(), &[rows.len()], bias[rows].to_vec())?),
                 None => None,
-            });
-            rest = part.map(|(_, after)| after);
+            };
+            parts.push(Part { weight, bias });
         }
-        Ok(Self { chunks, biases, in_features, out_features })
+        Ok(Self { parts, in_features, out_features })
     }
 
     /// Layers of one input as one, with their outputs side by side in the order given: q, k and v, or
-    /// gate and up.
+    /// gate and up. Weights of one kind become one, so that a product is one dispatch.
     ///
     /// # Errors
-    /// [`Error::Internal`] for layers of different inputs or devices, or none.
-    pub fn stacked(parts: Vec<Self>) -> Result<Self> {
-        let mut parts = parts.into_iter();
-        let Some(mut all) = parts.next() else {
-            return Err(Error::Internal("linear: nothing to stack".into()));
-        };
-        for part in parts {
-            if part.in_features != all.in_features || !part.chunks[0].device().same(all.chunks[0].device()) {
+    /// [`Error::Internal`] for layers of different inputs or devices, or none; [`Error::Device`] where
+    /// there is no memory.
+    pub fn stacked(layers: Vec<Self>) -> Result<Self> {
+        let (in_features, out_features) = (
+            layers.first().map_or(0, |first| first.in_features),
+            layers.iter().map(|l| l.out_features).sum(),
+        );
+        let mut parts: Vec<Part> = vec![];
+        for layer in layers {
+            if layer.in_features != in_features {
                 return Err(Error::Internal(format!(
-                    "linear: layers of {} and {} inputs do not stack",
-                    all.in_features, part.in_features
+                    "linear: layers of {in_features} and {} inputs do not stack",
+                    layer.in_features
                 )));
             }
-            all.chunks.extend(part.chunks);
-            all.biases.extend(part.biases);
-            all.out_features += part.out_features;
+            for part in layer.parts {
+                match parts.pop() {
+                    None => parts.push(part),
+                    Some(last) => parts.extend(last.then(part)?),
+                }
+            }
         }
-        Ok(all)
+        if parts.is_empty() {
+            return Err(Error::Internal("linear: nothing to stack".into()));
+        }
+        Ok(Self { parts, in_features, out_features })
     }
 
     /// How the rows of a matrix are cut so that no chunk is larger than one tensor may be.
@@ -73,15 +113,22 @@ impl Linear {
         cut_rows(device.max_tensor_bytes(), rows, row_bytes)
     }
 
-    /// The weight's row chunks.
-    pub fn chunks(&self) -> &[Tensor] {
-        &self.chunks
+    /// The row chunks of a weight that is not packed.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for one that is.
+    pub fn chunks<'a>(&'a self) -> Result<Vec<&'a Tensor>> {
+        let chunk = |part: &'a Part| match &part.weight {
+            Weight::Dense(chunk) => Ok(chunk),
+            Weight::Packed(_) => Err(Error::Internal("linear: a packed weight has no rows of floats".into())),
+        };
+        self.parts.iter().map(chunk).collect()
     }
 
     /// Bytes of the weight and the bias, all of which a product reads.
     pub fn bytes(&self) -> u64 {
-        let tensors = self.chunks.iter().chain(self.biases.iter().flatten());
-        tensors.map(|tensor| tensor.bytes() as u64).sum()
+        let bytes = |part: &Part| part.weight.bytes() + part.bias.as_ref().map_or(0, Tensor::bytes);
+        self.parts.iter().map(|part| bytes(part) as u64).sum()
     }
 
     pub fn in_features(&self) -> usize {
@@ -102,7 +149,8 @@ impl Linear {
         Ok(y)
     }
 
-    /// y = input·Wᵀ + b, or y += input·Wᵀ + b if `add`; y is f32 [tokens, out].
+    /// y = input·Wᵀ + b, or y += input·Wᵀ + b if `add`; y is f32 [tokens, out]. Up to four tokens are one
+    /// dispatch for each part of the weight, the step before the product included.
     ///
     /// # Errors
     /// [`Error::Internal`] when shapes or devices do not fit.
@@ -117,17 +165,84 @@ impl Linear {
                 y.shape()
             )));
         }
-        let scaling = if add { Scaling::ADD } else { Scaling::SET };
-        input.computed(|x| {
-            let mut first = 0;
-            for (chunk, bias) in self.chunks.iter().zip(&self.biases) {
-                let target = Target::at(y, 0, first);
-                gemm(target, Mat::of(x), Mat::of(chunk).t(), scaling, bias.as_ref())?;
-                first += chunk.rows();
-            }
-            Ok(())
-        })
+        // A kernel for few rows takes the step with it; otherwise it is taken once for all parts.
+        if input.tokens() > FEW || (input.device().is_cpu() && self.parts.len() > 1) {
+            return input.computed(|x| self.by_parts(y, Input::Plain(x), add));
+        }
+        self.by_parts(y, input, add)
     }
+
+    fn by_parts(&self, y: &mut Tensor, input: Input, add: bool) -> Result<()> {
+        let mut first = 0;
+        for Part { weight, bias } in &self.parts {
+            let target = Target::at(y, 0, first);
+            match weight {
+                Weight::Dense(w) => gemv::multiply(target, input, w, bias.as_ref(), add)?,
+                Weight::Packed(w) => qmatmul::multiply(target, input, w, bias.as_ref(), add)?,
+            }
+            first += weight.rows();
+        }
+        Ok(())
+    }
+}
+
+impl Weight {
+    fn rows(&self) -> usize {
+        match self {
+            Self::Dense(w) => w.rows(),
+            Self::Packed(w) => w.n,
+        }
+    }
+
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Dense(w) => w.bytes(),
+            Self::Packed(w) => w.bytes(),
+        }
+    }
+
+    fn device(&self) -> &Device {
+        match self {
+            Self::Dense(w) => w.device(),
+            Self::Packed(w) => w.device(),
+        }
+    }
+}
+
+impl Part {
+    /// This part and the next, as one where they can be.
+    fn then(self, next: Self) -> Result<Vec<Self>> {
+        let (device, rows) = (self.weight.device().clone(), [self.weight.rows(), next.weight.rows()]);
+        if !device.same(next.weight.device()) {
+            return Err(Error::Internal("linear: layers of different devices do not stack".into()));
+        }
+        let weight = match (self.weight, next.weight) {
+            (Weight::Dense(a), Weight::Dense(b)) if joins(&a, &b) => Weight::Dense(a.joined(&b)?),
+            (Weight::Packed(a), Weight::Packed(b)) if a.joins(&b) => Weight::Packed(a.joined(&b)?),
+            (a, b) => {
+                return Ok(vec![Self { weight: a, bias: self.bias }, Self { weight: b, bias: next.bias }]);
+            }
+        };
+        let bias = match (self.bias, next.bias) {
+            (None, None) => None,
+            (a, b) => {
+                let or_zeros = |bias: Option<Tensor>, rows| match bias {
+                    Some(bias) => Ok(bias),
+                    None => Tensor::zeros(&device, Elem::F32, &[rows]),
+                };
+                Some(or_zeros(a, rows[0])?.joined(&or_zeros(b, rows[1])?)?)
+            }
+        };
+        Ok(vec![Self { weight, bias }])
+    }
+}
+
+/// Whether two dense weights can be one.
+fn joins(a: &Tensor, b: &Tensor) -> bool {
+    a.elem() == b.elem()
+        && (a.bytes() + b.bytes()) as u64 <= a.device().max_tensor_bytes()
+        && a.bytes().is_multiple_of(4)
+        && b.bytes().is_multiple_of(4)
 }
 
 fn cut_rows(largest: u64, rows: usize, row_bytes: usize) -> impl Iterator<Item = Range<usize>> {

@@ -229,3 +229,27 @@ mod x86 {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{noise, relative_error};
+
+    /// The loops for machines without AVX-512.
+    #[test]
+    fn plain_loops_give_what_vectors_give() {
+        let (k, rows) = (75, 3);
+        let (w, x) = (noise(TILE * k, 1), noise(rows * k, 2));
+        let halves: Vec<f16> = w.iter().map(|&w| f16::from_f32(w)).collect();
+        let brains: Vec<bf16> = w.iter().map(|&w| bf16::from_f32(w)).collect();
+        let compare = |got: &dyn Fn(&mut [f32]), want: &dyn Fn(&mut [f32])| {
+            let (mut a, mut b) = (vec![0.0; rows * TILE], vec![0.0; rows * TILE]);
+            got(&mut a);
+            want(&mut b);
+            assert!(relative_error(&a, &b) < 1e-6);
+        };
+        compare(&|out| plain_f32s(&w, k, &x, rows, out), &|out| f32s(&w, k, &x, rows, out));
+        compare(&|out| plain_f16s(&halves, k, &x, rows, out), &|out| f16s(&halves, k, &x, rows, out));
+        compare(&|out| plain_bf16s(&brains, k, &x, rows, out), &|out| bf16s(&brains, k, &x, rows, out));
+    }
+}

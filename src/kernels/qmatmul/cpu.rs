@@ -391,3 +391,40 @@ mod x86 {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::packed::Packed;
+    use super::super::tests::layers;
+    use super::*;
+    use crate::device::Device;
+    use crate::kernels::testing::{noise, relative_error};
+
+    /// The loops for machines without AVX-512, which tests of products do not reach where there is.
+    #[test]
+    fn plain_loops_give_what_vectors_give() {
+        for shape in layers() {
+            let layer = shape.make();
+            let packed = Packed::new(&layer, 0..layer.n, &Device::Cpu).unwrap();
+            let form = packed.form;
+            let whole = Weight {
+                words: packed.words.u32s().unwrap(),
+                grid: packed.grid.u32s().unwrap(),
+                form,
+                zeros: packed.zeros,
+            };
+            let x = noise(form.depth, 9);
+            let sums: Vec<f32> = x.chunks(form.group).map(|x| x.iter().sum()).collect();
+            let last = whole.tile(layer.n.div_ceil(TILE) - 1);
+            let (mut got, mut want) = ([0f32; TILE], [0f32; TILE]);
+            match form.bits {
+                2 => plain_2(last, &x, &sums, &mut got),
+                3 => plain_3(last, &x, &sums, &mut got),
+                4 => plain_4(last, &x, &sums, &mut got),
+                _ => plain_8(last, &x, &sums, &mut got),
+            }
+            tile(last, &x, &sums, 1, &mut want);
+            assert!(relative_error(&got, &want) < 3e-6, "{shape:?}");
+        }
+    }
+}

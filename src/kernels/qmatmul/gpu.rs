@@ -114,3 +114,47 @@ pub fn many_rows(
     };
     variant(gpu).packed(gpu, &constants(w), &buffers, params)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::{Layer, Step, expected, layers, run};
+    use super::*;
+    use crate::device::Device;
+    use crate::kernels::testing::{relative_error, test_gpu};
+
+    /// What hardware does, which software adapters can do too.
+    #[test]
+    fn threads_that_share_sums_give_what_widened_weights_give() {
+        let Some(device) = test_gpu() else { return };
+        let Device::Gpu(gpu) = &device else { return };
+        let team = Team { threads: 64, lanes: LANES };
+        for (index, shape) in layers().into_iter().enumerate() {
+            let layer = shape.make();
+            let (step, rows) = ([Step::Norm, Step::Gate, Step::Plain][index % 3], 1 + index % 4);
+            let want = expected(&layer, step, rows, true);
+            let got = run(&layer, step, rows, true, &device, |y, input, w, bias, add| {
+                with_team(gpu, team, y, input, w, bias, add)
+            });
+            assert!(relative_error(&got, &want) < 3e-6, "{shape:?} {step:?} {rows}");
+        }
+    }
+
+    #[test]
+    fn spans_divide_groups_and_are_not_long() {
+        for team in [Team { threads: 16, lanes: 1 }, Team { threads: 64, lanes: LANES }] {
+            for shape in layers().into_iter().chain([Layer::new(32, 576, 4, -1)]) {
+                let layer = shape.make();
+                let form = Packed::new(&layer, 0..layer.n, &Device::Cpu).unwrap().form;
+                let spans = spans(form, team);
+                assert_eq!(4 * spans.quads * spans.group_spans, form.group, "{shape:?}");
+                assert!(
+                    4 * spans.quads <= longest_span(team)
+                        && (4 * spans.quads).is_multiple_of(form.unit_codes())
+                );
+            }
+        }
+        let team = Team { threads: 16, lanes: 1 };
+        let whole = Packed::new(&Layer::new(32, 576, 4, -1).make(), 0..32, &Device::Cpu).unwrap().form;
+        assert_eq!(spans(whole, team).quads, 24);
+    }
+}

@@ -221,27 +221,32 @@ impl Packed {
         (usize::try_from(rows).unwrap_or(usize::MAX) / TILE * TILE).max(TILE)
     }
 
-    /// This weight with the outputs of `next` after its own; both back if they do not go together:
-    /// another form, order of inputs or device, outputs that leave a tile open, or more than a
-    /// buffer holds.
-    pub fn then(self, next: Self) -> Result<std::result::Result<Self, (Self, Self)>> {
-        let device = self.device().clone();
-        let bytes = self.words.bytes().max(self.grid.bytes()) as u64
-            + next.words.bytes().max(next.grid.bytes()) as u64;
-        if self.form != next.form
-            || self.order_host != next.order_host
-            || !self.n.is_multiple_of(TILE)
-            || !device.same(next.device())
-            || bytes > device.max_tensor_bytes()
-        {
-            return Ok(Err((self, next)));
+    /// Whether the outputs of `next` can follow in one weight: the same form, order of inputs and device,
+    /// no tile left open, and no more than a buffer holds.
+    pub fn joins(&self, next: &Self) -> bool {
+        let bytes = |a: &Tensor, b: &Tensor| (a.bytes() + b.bytes()) as u64;
+        let largest = bytes(&self.words, &next.words).max(bytes(&self.grid, &next.grid));
+        self.form == next.form
+            && self.order_host == next.order_host
+            && self.n.is_multiple_of(TILE)
+            && self.device().same(next.device())
+            && largest <= self.device().max_tensor_bytes()
+    }
+
+    /// This weight with the outputs of `next` after its own.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] where it does not join; [`Error::Device`] where there is no memory.
+    pub fn joined(self, next: &Self) -> Result<Self> {
+        if !self.joins(next) {
+            return Err(Error::Internal("qmatmul: weights of two kinds cannot be joined".into()));
         }
-        Ok(Ok(Self {
+        Ok(Self {
             words: self.words.joined(&next.words)?,
             grid: self.grid.joined(&next.grid)?,
             n: self.n + next.n,
             zeros: self.zeros || next.zeros,
             ..self
-        }))
+        })
     }
 }
