@@ -11,7 +11,7 @@ use super::protocol::{Event, Scored, Which};
 use super::session::{Session, texts};
 use super::shelf;
 use crate::error::{Error, Result};
-use crate::eval::{compare, perplexity};
+use crate::eval::{compare, continuations, perplexity};
 use crate::model::{ModelConfig, Stored};
 use crate::storage::Sink;
 use crate::storage::browser::PrivateSink;
@@ -19,6 +19,10 @@ use crate::text::{ModelText, Segments, TextFile, evaluation_segments};
 
 /// Tokens in a window of text.
 const WINDOW: usize = 512;
+
+/// Continuations to compare at most, and the tokens of a prompt and of what follows it.
+const PROMPTS: usize = 8;
+const CONTINUED: [usize; 2] = [32, 48];
 
 /// A model on its way to be judged.
 pub struct Subject {
@@ -77,6 +81,7 @@ impl Session {
         &mut self,
         id: u32,
         name: Option<String>,
+        and_continue: bool,
         wanted: Scored,
         files: &[File],
     ) -> Result<Event> {
@@ -87,7 +92,14 @@ impl Session {
         let after = self.subject(Which::After, name.as_deref()).await?;
         let segments = segments(&before, &file, wanted.max_tokens)?;
         let comparison = compare(&before.stored, &after.stored, &segments, &device, self.teller(id)).await?;
-        Ok(Event::Compared(comparison))
+        let models = [before.stored.as_ref(), after.stored.as_ref()];
+        let continuations = match and_continue {
+            true => {
+                Some(continuations(models, &segments, PROMPTS, CONTINUED, &device, self.teller(id)).await?)
+            }
+            false => None,
+        };
+        Ok(Event::Compared { comparison, continuations })
     }
 
     /// Tells how far it is, and has the work wait and stop as the page wishes.

@@ -7,7 +7,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::eval::Comparison;
+use crate::eval::{Comparison, Continuations};
 use crate::pipeline::{ModulePlan, ModuleRow};
 
 /// From the page.
@@ -57,6 +57,9 @@ pub enum Request {
     Compare {
         #[serde(default)]
         stored: Option<String>,
+        /// Have both continue some of the text, too.
+        #[serde(default)]
+        continuations: bool,
         #[serde(flatten)]
         text: Scored,
     },
@@ -229,7 +232,11 @@ pub enum Event {
         tokens: usize,
         seconds: f64,
     },
-    Compared(Comparison),
+    Compared {
+        #[serde(flatten)]
+        comparison: Comparison,
+        continuations: Option<Continuations>,
+    },
     /// Tokens of the prompt that are read, and how many there are.
     Reading {
         done: usize,

@@ -97,9 +97,9 @@ impl Session {
                 self.control.end();
                 scored
             }
-            Request::Compare { stored, text } => {
+            Request::Compare { stored, continuations, text } => {
                 self.control.begin();
-                let compared = self.compare(id, stored, text, &posted.files).await;
+                let compared = self.compare(id, stored, continuations, text, &posted.files).await;
                 self.control.end();
                 compared
             }

@@ -56,7 +56,7 @@ async function measured(page) {
   await page.fill('[name=max_tokens]', '1024');
   await page.click('#measure');
   await page.locator('#evaluate-result dd').first().waitFor(LONG);
-  return page.locator('#evaluate-result .big dd').allTextContents();
+  return page.locator('#evaluate-result .big dd:not(.under)').allTextContents();
 }
 
 /** What the panel "Try it" has, once `count` models have answered. */
@@ -121,7 +121,9 @@ test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
   const columns = (text) => text.trim().split('\n').map((line) => line.split(',').slice(0, 7).join());
   assert.deepEqual(columns(csv.bytes.toString()), columns(log), 'the table is the program’s own');
 
+  await page.check('[name=continuations]');
   const [before, after] = (await measured(page)).map(Number);
+  assert.match(await page.locator('#evaluate-result').textContent(), /Texts part after[\d.]+ tokens[0-2] of 2 never in 48/);
   assert.ok(before > 1 && after > before && after < before * 1.5, `${before} → ${after}`);
   assert.match(await page.locator('#evaluate-result').textContent(), /Same likeliest token[1-9]\d\.\d.%KL divergence0\.\d+99 % of it below0\.\d+/);
   assert.equal(await page.locator('#errors-chart canvas').count(), 1);

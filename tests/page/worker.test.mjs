@@ -136,7 +136,10 @@ test('the result is listed, and perplexity tells it from the model', { timeout: 
 
 test('the result is compared with the model, and both generate', { timeout: 300_000 }, async () => {
   const text = { builtin: true, max_tokens: 2048 };
-  const compared = await worker.get({ type: 'compare', ...text });
+  const compared = await worker.get({ type: 'compare', ...text, continuations: true });
+  const { prompts, tokens, parting, same } = compared.continuations;
+  assert.deepEqual([prompts, tokens], [4, 48]);
+  assert.ok(parting.value > 0 && parting.value <= 48 && same <= 4);
   const [before, after] = compared.perplexity;
   for (const [which, { value }] of [['before', before], ['after', after]]) {
     const { perplexity } = await worker.get({ type: 'evaluate', which, ...text });

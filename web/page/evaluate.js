@@ -44,6 +44,7 @@ export class Evaluation {
   about({ stored, before }) {
     this.#stored = stored;
     this.#before = before;
+    byId('evaluation-parting').hidden = !before;
     show(byId('evaluate-what'), before ? null : 'To compare it with the model that it was made from, open that model first.');
     byId('measure').textContent = before ? 'Compare before and after' : 'Measure';
     this.#show(null);
@@ -63,7 +64,7 @@ export class Evaluation {
     if (files && !files.length) throw new Error('no text is chosen. Choose a .txt or .jsonl file');
     const request = {
       type: this.#before ? 'compare' : 'evaluate', which: 'after', stored: this.#stored, builtin,
-      max_tokens: Number(form.elements.max_tokens.value), device: this.#device(),
+      max_tokens: Number(form.elements.max_tokens.value), continuations: form.elements.continuations.checked, device: this.#device(),
     };
     this.#show(null);
     this.#working(true);
@@ -91,6 +92,9 @@ export class Evaluation {
 
 const signed = (share, digits) => `${share < 0 ? '−' : '+'}${percent(Math.abs(share), digits)}`;
 
+const parting = ({ parting: { value }, same, prompts, tokens }) =>
+  ['Texts part after', `${value.toFixed(1)} tokens`, `${same} of ${prompts} never in ${tokens}`];
+
 /** The figures, large, and what they mean; for the page and the report. @param outcome the event `compared` or `score` */
 export function sentences(outcome) {
   const quiet = (text) => element('p', { className: 'quiet' }, text);
@@ -111,6 +115,7 @@ export function sentences(outcome) {
       row('Same likeliest token', outcome.agreement, (value) => percent(value)),
       row('KL divergence', outcome.kl, (value) => value.toPrecision(3)),
       ['99 % of it below', outcome.kl_99.toPrecision(3)],
+      ...(outcome.continuations ? [parting(outcome.continuations)] : []),
     ]),
     quiet(`${over} Perplexity: lower is better. KL divergence: how far the predicted probabilities moved, in nats; 0 for `
       + `equal models.${outcome.ratio.interval ? ' Below the figures their 95 % intervals.' : ''}`),
