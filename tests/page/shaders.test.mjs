@@ -45,7 +45,7 @@ after(async () => {
   server?.close();
 });
 
-test('each shader compiles without a message, in every form that its switches give', LONG, async () => {
+test('each shader compiles without a message, with each of its switches either way', LONG, async () => {
   assert.ok(shaders.length >= 18);
   const page = await browser.context.newPage();
   await page.goto(`${server.url}blank.html`);
@@ -58,10 +58,9 @@ test('each shader compiles without a message, in every form that its switches gi
       for (const { type, lineNum, message } of (await module.getCompilationInfo()).messages) {
         said.push(`${name}: ${type} in line ${lineNum}: ${message}`);
       }
-      // Switches are the booleans, both ways; numbers stay as the file has them.
-      const switches = [...code.matchAll(/^override (\w+): bool/gm)].map(([, key]) => key);
-      for (let bits = 0; bits < 2 ** switches.length; bits += 1) {
-        const constants = Object.fromEntries(switches.map((key, at) => [key, bits >> at & 1]));
+      // As the file has it, and with each of its switches, the booleans, turned over.
+      const switches = [...code.matchAll(/^override (\w+): bool = (\w+)/gm)].map(([, key, value]) => ({ [key]: value !== 'true' }));
+      for (const constants of [{}, ...switches]) {
         await device.createComputePipelineAsync({ layout: 'auto', compute: { module, entryPoint: 'main', constants } })
           .catch((error) => said.push(`${name} with ${JSON.stringify(constants)}: ${error.message}`));
       }
