@@ -123,7 +123,7 @@ fn a_stop_token_ends_a_text_before_its_length() {
 fn wrong_options_and_models_are_refused_before_any_work() {
     let refused = |more: &[&str], code, words: &[&str]| fails(&generate(&demo(), more), code, words);
     refused(&[], 2, &["--prompt"]);
-    refused(&with_prompt(&["--temperature", "-1"]), 2, &["temperature"]);
+    refused(&with_prompt(&["--temperature=-1"]), 2, &["temperature -1"]);
     refused(&with_prompt(&["--top-k", "300"]), 2, &["top-k 300", "256"]);
     refused(&with_prompt(&["--top-p", "0"]), 2, &["top-p 0"]);
     refused(&with_prompt(&["--repetition-penalty", "0"]), 2, &["repetition penalty 0"]);

@@ -5,6 +5,8 @@
 //! scores of a tile of query rows, the GPU those of a few keys (online softmax, Milakov and
 //! Gimelshein 2018, arXiv 1805.02867).
 
+use half::f16;
+
 use super::attention_row;
 use super::matmul::{Product, Strided, Values, matmul};
 use super::parallel::for_chunks;
@@ -128,7 +130,7 @@ fn run(
     extent: Extent,
 ) -> Result<()> {
     match q.device() {
-        Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, floats(k)?, floats(v)?, shape, extent),
+        Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, Floats::of(k)?, Floats::of(v)?, shape, extent),
         // A software adapter has few threads, so it rather computes less above the diagonal.
         Device::Gpu(gpu) => {
             let groups = if gpu.summary().software { 8 } else { 16 };
@@ -139,11 +141,27 @@ fn run(
 }
 
 /// Keys or values on the host.
-pub(super) fn floats(tensor: &Tensor) -> Result<Values<'_>> {
-    match tensor.host_data()? {
-        Host::F32(values) => Ok(Values::F32(values)),
-        Host::F16(values) => Ok(Values::F16(values)),
-        _ => Err(Error::Internal("attention: keys and values must be f32 or f16".into())),
+#[derive(Clone, Copy)]
+pub(super) enum Floats<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+}
+
+impl<'a> Floats<'a> {
+    pub fn of(tensor: &'a Tensor) -> Result<Self> {
+        match tensor.host_data()? {
+            Host::F32(values) => Ok(Self::F32(values)),
+            Host::F16(values) => Ok(Self::F16(values)),
+            _ => Err(Error::Internal("attention: keys and values must be f32 or f16".into())),
+        }
+    }
+
+    /// From element `offset` on.
+    fn from(self, offset: usize) -> Values<'a> {
+        match self {
+            Self::F32(values) => Values::F32(&values[offset..]),
+            Self::F16(values) => Values::F16(&values[offset..]),
+        }
     }
 }
 
@@ -151,23 +169,29 @@ pub(super) fn floats(tensor: &Tensor) -> Result<Values<'_>> {
 /// that little is computed above the diagonal.
 const TILE: usize = 64;
 
-fn cpu(out: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, extent: Extent) {
+fn cpu(out: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, extent: Extent) {
     let Extent { seq_len, start } = extent;
     let (width, kv_width) = (shape.width(), shape.kv_width());
     // Tiles own whole rows of the result, so tasks never share memory.
     for_chunks(out, seq_len * width, |sequence, out| {
         let q = &q[sequence * seq_len * width..][..seq_len * width];
-        let keys_before = sequence * (start + seq_len) * kv_width;
-        let (k, v) = (k.from(keys_before), v.from(keys_before));
+        let before = sequence * (start + seq_len) * kv_width;
         for_chunks(out, TILE * width, |tile, out| {
-            attend(out, &q[tile * TILE * width..], k, v, shape, start + tile * TILE);
+            attend(out, &q[tile * TILE * width..], (k, v, before), shape, start + tile * TILE);
         });
     });
 }
 
-/// All heads of the queries at positions `first..` of one sequence, as many as `out` has rows. The query
-/// heads that share a key head are stacked into one product.
-fn attend(out: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, first: usize) {
+/// All heads of the queries at positions `first..` of one sequence, as many as `out` has rows; the
+/// sequence's keys and values lie behind `before` elements. The query heads that share a key head are
+/// stacked into one product.
+fn attend(
+    out: &mut [f32],
+    q: &[f32],
+    (k, v, before): (Floats, Floats, usize),
+    shape: &Attention,
+    first: usize,
+) {
     let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
     let (width, kv_width, sharing) = (heads * head_dim, kv_heads * head_dim, heads / kv_heads);
     let rows = out.len() / width;
@@ -184,7 +208,7 @@ fn attend(out: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, f
         for (at, stacked) in stacked.chunks_exact_mut(head_dim).enumerate() {
             stacked.copy_from_slice(&q[piece(at / rows, at % rows)..][..head_dim]);
         }
-        let kv_offset = start * kv_width + kv_head * head_dim;
+        let kv_offset = before + start * kv_width + kv_head * head_dim;
         let rows_of = |values, ld| Strided { values, row: ld, col: 1 };
         let scored = Product {
             m: sharing * rows,

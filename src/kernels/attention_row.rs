@@ -9,19 +9,24 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::attention::{Attention, floats};
-use super::matmul::Values;
+use super::attention::{Attention, Floats};
 use super::parallel::for_chunks;
 use super::simd::{exp, exp_and_sum, largest, multiversion};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 
+#[cfg(target_arch = "x86_64")]
+mod x86;
+
 /// Queries for which this is faster than a matrix product.
 pub(super) const MOST_ROWS: usize = 4;
 
 /// Keys of a part on the CPU.
 const PART: usize = 128;
+
+/// Products below which waking another thread costs more than it saves.
+const WORTH_SHARING: usize = 1 << 17;
 
 /// The largest head that the CPU's buffer holds; larger ones exist in no supported family.
 const LARGEST_HEAD: usize = 512;
@@ -43,7 +48,7 @@ pub(super) fn cached(
                     "Use a model with smaller heads",
                 ));
             }
-            let (k, v, q) = (floats(k)?, floats(v)?, q.f32s()?);
+            let (k, v, q) = (Floats::of(k)?, Floats::of(v)?, q.f32s()?);
             let width = shape.heads * shape.head_dim;
             let first = len - q.len() / width;
             for (row, (out, q)) in out.f32s_mut()?.chunks_mut(width).zip(q.chunks(width)).enumerate() {
@@ -59,16 +64,21 @@ pub(super) fn cached(
 }
 
 /// One query that sees the keys before `end`.
-fn one(out: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, end: usize) {
+fn one(out: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, end: usize) {
     let begin = shape.window.map_or(0, |window| end.saturating_sub(window));
     let parts = (end - begin).div_ceil(PART);
     // Of each head: the mix of values, the largest score, the sum of weights.
     let step = shape.head_dim + 2;
     let mut found = vec![0f32; parts * shape.heads * step];
-    for_chunks(&mut found, shape.heads * step, |part, found| {
+    let each = |part: usize, found: &mut [f32]| {
         let from = begin + part * PART;
         mix(found, q, k, v, shape, from..end.min(from + PART));
-    });
+    };
+    if (end - begin) * q.len() < WORTH_SHARING {
+        found.chunks_mut(shape.heads * step).enumerate().for_each(|(part, found)| each(part, found));
+    } else {
+        for_chunks(&mut found, shape.heads * step, each);
+    }
     let (first, others) = found.split_at_mut(shape.heads * step);
     for other in others.chunks(shape.heads * step) {
         for (head, other) in first.chunks_mut(step).zip(other.chunks(step)) {
@@ -95,24 +105,169 @@ fn join(head: &mut [f32], other: &[f32]) {
     head[d + 1] = head[d + 1] * kept + other[d + 1] * taken;
 }
 
-fn mix(found: &mut [f32], q: &[f32], k: Values, v: Values, shape: &Attention, keys: Range<usize>) {
+fn mix(found: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, keys: Range<usize>) {
     match (k, v) {
-        (Values::F32(k), Values::F32(v)) => mix_f32(found, q, k, v, shape, keys),
-        (Values::F16(k), Values::F16(v)) => mix_f16(found, q, k, v, shape, keys),
-        // `floats` gives no other kind, and `cached` has compared the two.
+        (Floats::F32(k), Floats::F32(v)) => mix_of(found, q, k, v, shape, keys),
+        (Floats::F16(k), Floats::F16(v)) => mix_of(found, q, k, v, shape, keys),
+        // `cached` has compared the two.
         _ => {}
     }
 }
 
-multiversion! {
-    fn mix_f32(found: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, keys: Range<usize>) {
-        mix_of(found, q, k, v, shape, keys, |x| x);
+/// The keys, or values, of one head in a part.
+#[derive(Clone, Copy)]
+struct Keys<'a, T> {
+    elements: &'a [T],
+    /// Where the first one begins, and how far apart they are.
+    first: usize,
+    stride: usize,
+    count: usize,
+    head_dim: usize,
+}
+
+impl<T> Keys<'_, T> {
+    fn row(&self, index: usize) -> &[T] {
+        &self.elements[self.first + index * self.stride..][..self.head_dim]
+    }
+}
+
+fn mix_of<T: Stored>(found: &mut [f32], q: &[f32], k: &[T], v: &[T], shape: &Attention, keys: Range<usize>) {
+    let Attention { heads, kv_heads, head_dim, scale, .. } = *shape;
+    let (sharing, stride, step) = (heads / kv_heads, kv_heads * head_dim, head_dim + 2);
+    let count = keys.len();
+    let mut scores = vec![0f32; sharing * count];
+    for kv_head in 0..kv_heads {
+        let first = keys.start * stride + kv_head * head_dim;
+        let of = |elements| Keys { elements, first, stride, count, head_dim };
+        let q = &q[kv_head * sharing * head_dim..][..sharing * head_dim];
+        let found = &mut found[kv_head * sharing * step..][..sharing * step];
+        T::scores(&mut scores, q, of(k));
+        for (scores, found) in scores.chunks_exact_mut(count).zip(found.chunks_exact_mut(step)) {
+            (found[head_dim], found[head_dim + 1]) = weigh(scores, scale);
+        }
+        T::mixes(found, step, &scores, of(v));
     }
 }
 
 multiversion! {
-    fn mix_f16(found: &mut [f32], q: &[f32], k: &[f16], v: &[f16], shape: &Attention, keys: Range<usize>) {
-        mix_of(found, q, k, v, shape, keys, widened);
+    /// Replaces scores by exp(scale · (score − largest)), and gives the largest scaled score and the sum.
+    fn weigh(scores: &mut [f32], scale: f32) -> (f32, f32) {
+        for score in scores.iter_mut() {
+            *score *= scale;
+        }
+        let most = largest(scores, |x| x);
+        (most, exp_and_sum(scores, most))
+    }
+}
+
+/// What a cache holds.
+trait Stored: Copy {
+    /// scores[h][j] = q[h] · key j, for the heads in `q` that share the keys.
+    fn scores(scores: &mut [f32], q: &[f32], keys: Keys<Self>);
+
+    /// mixes[h] = Σ_j weights[h][j] · value j; the mixes begin `step` elements apart.
+    fn mixes(mixes: &mut [f32], step: usize, weights: &[f32], values: Keys<Self>);
+}
+
+impl Stored for f32 {
+    fn scores(scores: &mut [f32], q: &[f32], keys: Keys<Self>) {
+        #[cfg(target_arch = "x86_64")]
+        if x86::fits(keys.head_dim) {
+            return x86::scores(scores, q, keys);
+        }
+        scores_f32(scores, q, keys);
+    }
+
+    fn mixes(mixes: &mut [f32], step: usize, weights: &[f32], values: Keys<Self>) {
+        #[cfg(target_arch = "x86_64")]
+        if x86::fits(values.head_dim) {
+            return x86::mixes(mixes, step, weights, values);
+        }
+        mixes_f32(mixes, step, weights, values);
+    }
+}
+
+impl Stored for f16 {
+    fn scores(scores: &mut [f32], q: &[f32], keys: Keys<Self>) {
+        #[cfg(target_arch = "x86_64")]
+        if x86::fits(keys.head_dim) {
+            return x86::scores(scores, q, keys);
+        }
+        scores_f16(scores, q, keys);
+    }
+
+    fn mixes(mixes: &mut [f32], step: usize, weights: &[f32], values: Keys<Self>) {
+        #[cfg(target_arch = "x86_64")]
+        if x86::fits(values.head_dim) {
+            return x86::mixes(mixes, step, weights, values);
+        }
+        mixes_f16(mixes, step, weights, values);
+    }
+}
+
+// What other processors run, and heads that are not whole vectors.
+multiversion! {
+    fn scores_f32(scores: &mut [f32], q: &[f32], keys: Keys<f32>) {
+        plain_scores(scores, q, keys, |x| x);
+    }
+}
+
+multiversion! {
+    fn scores_f16(scores: &mut [f32], q: &[f32], keys: Keys<f16>) {
+        plain_scores(scores, q, keys, widened);
+    }
+}
+
+multiversion! {
+    fn mixes_f32(mixes: &mut [f32], step: usize, weights: &[f32], values: Keys<f32>) {
+        plain_mixes(mixes, step, weights, values, |x| x);
+    }
+}
+
+multiversion! {
+    fn mixes_f16(mixes: &mut [f32], step: usize, weights: &[f32], values: Keys<f16>) {
+        plain_mixes(mixes, step, weights, values, widened);
+    }
+}
+
+/// A key is widened once for the heads that share it.
+#[inline(always)]
+fn plain_scores<T: Copy>(scores: &mut [f32], q: &[f32], keys: Keys<T>, wide: impl Fn(T) -> f32) {
+    let mut buffer = [0f32; LARGEST_HEAD];
+    let buffer = &mut buffer[..keys.head_dim];
+    for index in 0..keys.count {
+        for (wide_x, &x) in buffer.iter_mut().zip(keys.row(index)) {
+            *wide_x = wide(x);
+        }
+        for (head, q) in q.chunks_exact(keys.head_dim).enumerate() {
+            scores[head * keys.count + index] = dot(q, buffer);
+        }
+    }
+}
+
+#[inline(always)]
+fn plain_mixes<T: Copy>(
+    mixes: &mut [f32],
+    step: usize,
+    weights: &[f32],
+    values: Keys<T>,
+    wide: impl Fn(T) -> f32,
+) {
+    let mut buffer = [0f32; LARGEST_HEAD];
+    let buffer = &mut buffer[..values.head_dim];
+    for mix in mixes.chunks_mut(step) {
+        mix[..values.head_dim].fill(0.0);
+    }
+    for index in 0..values.count {
+        for (wide_x, &x) in buffer.iter_mut().zip(values.row(index)) {
+            *wide_x = wide(x);
+        }
+        for (mix, weights) in mixes.chunks_mut(step).zip(weights.chunks_exact(values.count)) {
+            let weight = weights[index];
+            for (mix, x) in mix[..values.head_dim].iter_mut().zip(&*buffer) {
+                *mix += weight * x;
+            }
+        }
     }
 }
 
@@ -127,58 +282,6 @@ fn widened(x: f16) -> f32 {
     let infinite = magnitude | 0x7f80_0000;
     let magnitude = if magnitude & EXPONENT == EXPONENT { infinite } else { finite };
     f32::from_bits(magnitude | (bits & 0x8000) << 16)
-}
-
-#[inline(always)]
-fn mix_of<T: Copy>(
-    found: &mut [f32],
-    q: &[f32],
-    k: &[T],
-    v: &[T],
-    shape: &Attention,
-    keys: Range<usize>,
-    wide: impl Fn(T) -> f32,
-) {
-    let Attention { heads, kv_heads, head_dim, scale, .. } = *shape;
-    let (sharing, kv_width, step) = (heads / kv_heads, kv_heads * head_dim, head_dim + 2);
-    let count = keys.len();
-    // A key or a value is widened once for the heads that share it.
-    let mut buffer = [0f32; LARGEST_HEAD];
-    let buffer = &mut buffer[..head_dim];
-    let mut scores = vec![0f32; sharing * count];
-    for kv_head in 0..kv_heads {
-        let heads = kv_head * sharing..(kv_head + 1) * sharing;
-        let q = &q[heads.start * head_dim..heads.end * head_dim];
-        let found = &mut found[heads.start * step..heads.end * step];
-        let row = |index: usize| (keys.start + index) * kv_width + kv_head * head_dim;
-        for index in 0..count {
-            let at = row(index);
-            for (wide_x, &x) in buffer.iter_mut().zip(&k[at..at + head_dim]) {
-                *wide_x = wide(x);
-            }
-            for (head, q) in q.chunks_exact(head_dim).enumerate() {
-                scores[head * count + index] = dot(q, buffer) * scale;
-            }
-        }
-        for (scores, found) in scores.chunks_exact_mut(count).zip(found.chunks_exact_mut(step)) {
-            let most = largest(scores, |x| x);
-            found[head_dim] = most;
-            found[head_dim + 1] = exp_and_sum(scores, most);
-            found[..head_dim].fill(0.0);
-        }
-        for index in 0..count {
-            let at = row(index);
-            for (wide_x, &x) in buffer.iter_mut().zip(&v[at..at + head_dim]) {
-                *wide_x = wide(x);
-            }
-            for (head, found) in found.chunks_exact_mut(step).enumerate() {
-                let weight = scores[head * count + index];
-                for (mix, x) in found[..head_dim].iter_mut().zip(&*buffer) {
-                    *mix += weight * x;
-                }
-            }
-        }
-    }
 }
 
 /// Σ a·b in a fixed order.
@@ -352,6 +455,31 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    /// What this processor does not run must be right too.
+    #[test]
+    fn the_plain_form_agrees_with_that_of_this_processor() {
+        for (sharing, head_dim, count) in
+            [(1, 16, 5), (2, 48, 9), (3, 64, 128), (4, 80, 33), (7, 128, 20), (9, 64, 1)]
+        {
+            let (kv_heads, start) = (2, 3);
+            let elements: Vec<f16> =
+                noise((start + count) * kv_heads * head_dim, 1).iter().map(|&x| f16::from_f32(x)).collect();
+            let stride = kv_heads * head_dim;
+            let keys =
+                Keys { elements: &elements, first: start * stride + head_dim, stride, count, head_dim };
+            let q = noise(sharing * head_dim, 2);
+            let [mut got, mut want] = [0, 1].map(|_| vec![0f32; sharing * count]);
+            <f16 as Stored>::scores(&mut got, &q, keys);
+            scores_f16(&mut want, &q, keys);
+            assert!(relative_error(&got, &want) < 2e-6);
+            let step = head_dim + 2;
+            let [mut got, mut mixed] = [0, 1].map(|_| vec![0f32; sharing * step]);
+            <f16 as Stored>::mixes(&mut got, step, &want, keys);
+            mixes_f16(&mut mixed, step, &want, keys);
+            assert!(relative_error(&got, &mixed) < 2e-6);
         }
     }
 

@@ -42,18 +42,6 @@ pub enum Values<'a> {
     Packed(packed::Weight<'a>),
 }
 
-impl Values<'_> {
-    /// Without the first `offset` elements; a packed weight has none to leave out.
-    pub fn from(self, offset: usize) -> Self {
-        match self {
-            Self::F32(values) => Self::F32(&values[offset..]),
-            Self::F16(values) => Self::F16(&values[offset..]),
-            Self::BF16(values) => Self::BF16(&values[offset..]),
-            Self::Packed(_) => self,
-        }
-    }
-}
-
 /// What C = α·A·B + β·C (+ bias) needs besides C.
 #[derive(Clone, Copy)]
 pub struct Product<'a> {
