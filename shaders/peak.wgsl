@@ -51,7 +51,7 @@ fn main(
         if SUMS {
             sum = sum * exp(before - largest) + part * exp(value - largest);
         }
-        if value > before || value == before && its < number {
+        if value > before || (value == before && its < number) {
             number = its;
         }
     }

@@ -47,7 +47,7 @@ fn main(
     var place = 0u;
     for (var i = start; i < end; i++) {
         let other = rising(logit(i));
-        place += u32(other > own || other == own && i < at);
+        place += u32(other > own || (other == own && i < at));
     }
     if place < p.k {
         var number = at;

@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::face;
+
 /// Shorthand used throughout the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
@@ -47,7 +49,8 @@ pub enum Error {
 
     /// A bug in Halftone itself.
     #[error(
-        "internal error: {0}. This is a bug in Halftone; please report it with the command that shows it"
+        "internal error: {0}. This is a bug in Halftone; please report it with {what}",
+        what = face::WHAT_SHOWS_IT
     )]
     Internal(String),
 }

@@ -4,6 +4,8 @@
 //! only those above it. ARCHITECTURE.md has the map with a line per file.
 
 // The blank lines keep the formatter from sorting the list.
+pub mod face;
+
 pub mod error;
 
 pub mod storage;

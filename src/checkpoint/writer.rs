@@ -10,6 +10,7 @@ use super::dtype::DType;
 use super::reader::Checkpoint;
 use super::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE, header};
 use crate::error::{Error, Result};
+use crate::face;
 use crate::storage::{Sink, SinkFile, Source};
 
 /// Tensor bytes per shard unless something else is asked for. Below 4 GiB, so that every file
@@ -209,7 +210,7 @@ impl Writer {
                     "{tensors_done} tensors are said to be written, but there are only {}",
                     layout.tensors.len()
                 ),
-                START_ANEW,
+                face::START_ANEW,
             ));
         }
         if tensors_done == 0 {
@@ -426,8 +427,6 @@ impl Writer {
     }
 }
 
-const START_ANEW: &str = "Start again with --overwrite";
-
 /// Checks a finished shard, and renames it if the run ended just before it could.
 async fn restore_whole(sink: &dyn Sink, shard: &Shard) -> Result<()> {
     if sink.size(&shard.name).await?.is_none() && sink.size(&shard.part()).await? == Some(shard.size) {
@@ -436,7 +435,7 @@ async fn restore_whole(sink: &dyn Sink, shard: &Shard) -> Result<()> {
     match sink.size(&shard.name).await? {
         Some(size) if size > shard.size => Err(Error::resume(
             format_args!("{}/{} has {size} bytes instead of {}", sink.describe(), shard.name, shard.size),
-            START_ANEW,
+            face::START_ANEW,
         )),
         _ => check_length(sink, &shard.name, shard.size).await,
     }
@@ -450,11 +449,11 @@ async fn check_length(sink: &dyn Sink, name: &str, needed: u64) -> Result<()> {
                 "{}/{name} has only {size} bytes of the {needed} that were finished",
                 sink.describe()
             ),
-            START_ANEW,
+            face::START_ANEW,
         )),
         None => Err(Error::resume(
             format_args!("{}/{name} is gone, with {needed} bytes that were finished", sink.describe()),
-            START_ANEW,
+            face::START_ANEW,
         )),
     }
 }

@@ -38,7 +38,7 @@ use crate::error::{Error, Result};
 /// 6 numbers not finite, 7 cannot resume, 70 a bug, 130 stopped on request.
 #[derive(Parser)]
 #[command(name = "halftone", version)]
-struct Cli {
+pub(crate) struct Cli {
     #[command(subcommand)]
     command: Command,
 }

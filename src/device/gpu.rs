@@ -9,6 +9,7 @@ use super::adapters::{AdapterSummary, summarize};
 use super::pool::{GpuBuffer, Pool};
 use super::shader::{Kernel, Pipeline};
 use crate::error::{Error, Result};
+use crate::face;
 
 /// Dispatches in one pass; more made macOS stall.
 const MAX_DISPATCHES: usize = 64;
@@ -420,7 +421,10 @@ impl Gpu {
             Some(text) => Err(Error::device(
                 format!("running on {}", self.describe()),
                 text,
-                "Lower --max-memory, close other programs that use the GPU, or use the CPU device",
+                format!(
+                    "Lower {}, close other programs that use the GPU, or use the CPU device",
+                    face::MAX_MEMORY
+                ),
             )),
         }
     }
@@ -451,8 +455,10 @@ impl Gpu {
             self.wait();
             let mapped = receiver.recv_async().await;
             self.check()?;
-            let lost =
-                |what: String| Error::device("reading results back", what, "Start again with --resume");
+            let lost = |what: String| {
+                let advice = "Start again; the finished blocks of a run are kept";
+                Error::device("reading results back", what, advice)
+            };
             mapped.map_err(|error| lost(error.to_string()))?.map_err(|error| lost(error.to_string()))?;
             let view = staging.slice(..).get_mapped_range().map_err(|error| lost(error.to_string()))?;
             content.extend_from_slice(&view);

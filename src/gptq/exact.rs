@@ -5,6 +5,7 @@
 //! program to the last one. It is not used by the product's runs.
 
 use crate::error::{Error, Result};
+use crate::face;
 use crate::gptq::scheme::{Preset, Scheme};
 
 /// What comes out, all in the natural order of columns.
@@ -33,7 +34,7 @@ pub fn quantize(scheme: &Scheme, weight: &[f64], hessian: &[f64], rows: usize) -
     if scheme.preset != Preset::Reference {
         return Err(Error::options(
             "the exact form knows the preset reference only",
-            "Use --preset reference",
+            format!("Use {} reference", face::PRESET),
         ));
     }
     let n = weight.len() / rows;
@@ -194,7 +195,7 @@ fn upper_factor(n: usize, a: impl Fn(usize, usize) -> f64) -> Result<Vec<f64>> {
                 return Err(Error::numeric(
                     format!("column {j}"),
                     "the damped Hessian is not positive definite",
-                    "Raise --damp-percent",
+                    format!("Raise {}", face::DAMP_PERCENT),
                 ));
             }
         }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
+use crate::face;
 use crate::kernels::scales::{Fit, GridKind, ScaleType};
 
 /// A named point in [`Scheme`].
@@ -83,8 +84,8 @@ impl Scheme {
             -1 => None,
             size => Some(usize::try_from(size).map_err(|_| {
                 Error::options(
-                    format!("--group-size {size} is not a size"),
-                    "Use -1, or a number of columns such as 128",
+                    format!("{} {size} is not a size", face::GROUP_SIZE),
+                    format!("Use {}, or a number of columns such as 128", face::WHOLE_ROW),
                 )
             })?),
         };
@@ -100,8 +101,13 @@ impl Scheme {
         scheme.check()?;
         if scheme.preset == Preset::Rtn && (scheme.desc_act || !scheme.static_groups) {
             return Err(Error::options(
-                "--preset rtn takes no order of columns and has static groups only",
-                "Leave out --desc-act and --static-groups, or choose --preset reference",
+                format!("{} rtn takes no order of columns and has static groups only", face::PRESET),
+                format!(
+                    "Leave out {} and {}, or choose {} reference",
+                    face::DESC_ACT,
+                    face::STATIC_GROUPS,
+                    face::PRESET
+                ),
             ));
         }
         Ok(scheme)
@@ -113,17 +119,20 @@ impl Scheme {
     /// [`Error::Options`].
     pub fn check(&self) -> Result<()> {
         if !BITS.contains(&self.bits) {
-            return Err(Error::options(format!("--bits {} is not supported", self.bits), "Use 2, 3, 4 or 8"));
+            return Err(Error::options(
+                format!("{} {} is not supported", face::BITS, self.bits),
+                "Use 2, 3, 4 or 8",
+            ));
         }
         if self.group_size == Some(0) {
             return Err(Error::options(
-                "--group-size 0 makes no groups",
-                "Use -1 for one group per row, or 32, 64, 128",
+                format!("{} 0 makes no groups", face::GROUP_SIZE),
+                format!("Use {} for one group per row, or 32, 64, 128", face::WHOLE_ROW),
             ));
         }
         if !(self.damp_percent > 0.0 && self.damp_percent <= 1.0) {
             return Err(Error::options(
-                format!("--damp-percent {} is out of range", self.damp_percent),
+                format!("{} {} is out of range", face::DAMP_PERCENT, self.damp_percent),
                 "Use a number above 0 and at most 1; 0.01 is usual",
             ));
         }

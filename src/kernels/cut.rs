@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use crate::device::Gpu;
 use crate::error::{Error, Result};
+use crate::face;
 
 /// Threads of a workgroup in every kernel that uses these.
 pub const GROUP: usize = 64;
@@ -17,7 +18,7 @@ pub fn whole_quads(kernel: &str, what: &str, len: usize, multiple: usize) -> Res
     if len == 0 || !len.is_multiple_of(multiple) {
         return Err(Error::unsupported(
             format!("{kernel}: a {what} of {len} is not a multiple of {multiple}, as the GPU kernel needs"),
-            "Use --device cpu",
+            face::USE_CPU,
         ));
     }
     Ok((len / 4) as u32)

@@ -5,10 +5,13 @@
 //! refused by name. Activations are not kept: they are made again by applying the finished blocks,
 //! read back from the output, to the calibration text, which gives the same bits.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::report::ModuleRow;
 use crate::error::{Error, Result};
+use crate::face;
 use crate::gptq::scheme::Scheme;
 use crate::storage::Sink;
 
@@ -55,7 +58,7 @@ impl Journal {
         serde_json::from_slice(&bytes).map(Some).map_err(|error| {
             Error::resume(
                 format!("{JOURNAL} in {} cannot be read ({error})", sink.describe()),
-                "Start anew with --overwrite",
+                face::START_ANEW,
             )
         })
     }
@@ -78,32 +81,29 @@ impl Journal {
         let was = &self.inputs;
         let (a, b) = (&was.scheme, &now.scheme);
         let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
-        let pairs = [
-            ("the model", was.source.clone(), now.source.clone()),
-            ("the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
-            ("the calibration text", was.text.clone(), now.text.clone()),
-            ("--preset", format!("{:?}", a.preset), format!("{:?}", b.preset)),
-            ("--bits", a.bits.to_string(), b.bits.to_string()),
-            ("--group-size", group(a), group(b)),
-            ("--sym", a.sym.to_string(), b.sym.to_string()),
-            ("--desc-act", a.desc_act.to_string(), b.desc_act.to_string()),
-            ("--static-groups", a.static_groups.to_string(), b.static_groups.to_string()),
-            ("--mse", a.mse.to_string(), b.mse.to_string()),
+        let batch = format!("the micro-batch size ({})", face::MAX_MEMORY);
+        let pairs: [(&dyn fmt::Display, _, _); 14] = [
+            (&"the model", was.source.clone(), now.source.clone()),
+            (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
+            (&"the calibration text", was.text.clone(), now.text.clone()),
+            (&face::PRESET, format!("{:?}", a.preset), format!("{:?}", b.preset)),
+            (&face::BITS, a.bits.to_string(), b.bits.to_string()),
+            (&face::GROUP_SIZE, group(a), group(b)),
+            (&face::SYM, a.sym.to_string(), b.sym.to_string()),
+            (&face::DESC_ACT, a.desc_act.to_string(), b.desc_act.to_string()),
+            (&face::STATIC_GROUPS, a.static_groups.to_string(), b.static_groups.to_string()),
+            (&face::MSE, a.mse.to_string(), b.mse.to_string()),
             // In f32, since reading JSON may cost a double its last bit.
-            ("--damp-percent", (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
-            ("the device", was.device.clone(), now.device.clone()),
-            (
-                "the micro-batch size (--max-memory)",
-                was.batch_tokens.to_string(),
-                now.batch_tokens.to_string(),
-            ),
-            ("Halftone's version", was.version.clone(), now.version.clone()),
+            (&face::DAMP_PERCENT, (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
+            (&"the device", was.device.clone(), now.device.clone()),
+            (&batch, was.batch_tokens.to_string(), now.batch_tokens.to_string()),
+            (&"Halftone's version", was.version.clone(), now.version.clone()),
         ];
         match pairs.into_iter().find(|(_, was, now)| was != now) {
             None => Ok(()),
             Some((name, was, now)) => Err(Error::resume(
                 format!("{name} changed (was {was}, is {now})"),
-                "Repeat the command that was stopped, or start anew with --overwrite",
+                face::REPEAT_OR_START_ANEW,
             )),
         }
     }

@@ -9,6 +9,7 @@ use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
 use crate::checkpoint::{Layout, TensorSpec, gptq};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::face;
 use crate::gptq::scheme::Scheme;
 use crate::kernels::symmetric::PANEL;
 use crate::model::arch::{Stage, block_prefix, expected_tensors, stages};
@@ -207,7 +208,7 @@ fn check_shapes(config: &ModelConfig) -> Result<()> {
         None => Ok(()),
         Some((name, size, multiple)) => Err(Error::unsupported(
             format!("{name} {size} is not a multiple of {multiple}, as the GPU kernels need"),
-            "Use --device cpu",
+            face::USE_CPU,
         )),
     }
 }
@@ -280,16 +281,21 @@ fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) ->
             .map(|size: usize| size.to_string())
             .collect();
         let legal = match legal.is_empty() {
-            true => "Use --group-size -1; no usual size divides all of this model's layers".to_owned(),
+            true => {
+                format!("Use {}; no usual size divides all of this model's layers", face::WHOLE_ROW)
+            }
             false => format!(
-                "Use --group-size -1 or one that divides all of this model's layers: {}",
+                "Use {} or one that divides all of this model's layers: {}",
+                face::WHOLE_ROW,
                 legal.join(", ")
             ),
         };
         return Err(Error::options(
             format!(
-                "--group-size {group} does not divide the {} inputs of {}",
-                spec.in_features, spec.module
+                "{} {group} does not divide the {} inputs of {}",
+                face::GROUP_SIZE,
+                spec.in_features,
+                spec.module
             ),
             legal,
         ));
@@ -444,8 +450,13 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
         return Ok(());
     }
     let advice = match calibrated {
-        true => "Use fewer or shorter samples (--samples, --seq-len), or raise --max-memory",
-        false => "Raise --max-memory",
+        true => format!(
+            "Use fewer or shorter samples ({}, {}), or raise {}",
+            face::SAMPLES,
+            face::SEQ_LEN,
+            face::MAX_MEMORY
+        ),
+        false => format!("Raise {}", face::MAX_MEMORY),
     };
     Err(Error::options(
         format!(

@@ -21,6 +21,7 @@ use crate::checkpoint::{
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::face;
 use crate::gptq::layer::{Losses, Prepared, prepare, quantize_rows};
 use crate::kernels::rope::RopeTable;
 use crate::kernels::scales::ScaleType;
@@ -485,7 +486,7 @@ impl Run<'_> {
             1 => "1 finished block is kept".to_owned(),
             done => format!("{done} finished blocks are kept"),
         };
-        let advice = format!("{kept}; repeat the command with --resume to go on");
+        let advice = format!("{kept}; {}", face::GO_ON);
         Err(Error::Interrupted {
             place: format!("in block {} of {}", layer + 1, self.plan.config.layers),
             advice,

@@ -38,11 +38,11 @@ pub struct SegmentOptions {
     pub seed: u64,
 }
 
-/// As the command line's options: how a stopped run remembers them.
+/// How a stopped run remembers them, and messages name them.
 impl std::fmt::Display for SegmentOptions {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let samples = self.samples.map_or("as many as usual".to_owned(), |samples| samples.to_string());
-        write!(out, "--samples {samples}, --seq-len {}, --seed {}", self.seq_len, self.seed)
+        write!(out, "{samples} samples of {} tokens, seed {}", self.seq_len, self.seed)
     }
 }
 

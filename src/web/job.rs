@@ -44,6 +44,7 @@ impl Session {
         directory: Option<FileSystemDirectoryHandle>,
     ) {
         self.control.begin();
+        self.voices.clear();
         let mut target = None;
         let outcome = self.run(id, &settings, resume, directory, &mut target).await;
         self.control.end();
@@ -138,7 +139,7 @@ impl Session {
             // What took it too long comes in smaller pieces now; sums keep their order.
             post(id, Event::Warning { text: format!("{error}; the device is opened again") });
             self.forget_broken(&error);
-            device = self.choose_device(settings).await?;
+            device = self.choose_device(&settings.device).await?;
             if let Device::Gpu(gpu) = &device {
                 gpu.set_submit_budget(gpu.submit_budget() / 4f64.powi(attempt as i32));
             }

@@ -8,11 +8,13 @@ mod adapter;
 mod control;
 mod demo;
 mod job;
+mod judge;
 mod post;
 pub mod protocol;
 mod session;
 mod shelf;
 mod turn;
+mod voice;
 mod watcher;
 mod worker;
 

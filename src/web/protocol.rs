@@ -7,6 +7,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::eval::{Comparison, Continuations};
 use crate::pipeline::{ModulePlan, ModuleRow};
 
 /// From the page.
@@ -42,16 +43,29 @@ pub enum Request {
     Resume,
     /// Stop and keep the finished blocks. → [`Event::Failed`] with code 130
     Cancel,
-    /// Perplexity of the open model (`before`) or of the last result (`after`), on the built-in text
-    /// or the posted `files`. → [`Event::Scoring`] …, [`Event::Score`]
+    /// Perplexity of the open model (`before`) or of a result (`after`).
+    /// → [`Event::Scoring`] …, [`Event::Score`]
     Evaluate {
         which: Which,
-        builtin: bool,
-        max_tokens: usize,
         /// A stored result by its name, instead of the last one (`after` only).
         #[serde(default)]
         stored: Option<String>,
+        #[serde(flatten)]
+        text: Scored,
     },
+    /// A result beside the open model. → [`Event::Scoring`] …, [`Event::Compared`]
+    Compare {
+        #[serde(default)]
+        stored: Option<String>,
+        /// Have both continue some of the text, too.
+        #[serde(default)]
+        continuations: bool,
+        #[serde(flatten)]
+        text: Scored,
+    },
+    /// Text from the open model or a result. → [`Event::Scoring`] while the model is loaded,
+    /// [`Event::Reading`], [`Event::Token`] …, [`Event::Generated`]
+    Generate(Generate),
     /// Results and stopped runs in the browser's private storage. → [`Event::Stored`]
     List,
     /// The files of a stored result, as `File` objects beside the event. → [`Event::Files`]
@@ -65,6 +79,44 @@ pub enum Request {
 pub enum Which {
     Before,
     After,
+}
+
+/// What to score, and on what.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Scored {
+    /// The built-in text, or the posted `files`.
+    pub builtin: bool,
+    pub max_tokens: usize,
+    /// "gpu" or "cpu".
+    #[serde(default = "cpu")]
+    pub device: String,
+}
+
+fn cpu() -> String {
+    "cpu".to_owned()
+}
+
+/// How to generate text.
+#[derive(Debug, Clone, Deserialize)]
+pub struct Generate {
+    pub which: Which,
+    /// A stored result by its name, instead of the last one (`after` only).
+    #[serde(default)]
+    pub stored: Option<String>,
+    pub prompt: String,
+    /// Through the model's chat template, as the next message of the conversation.
+    pub chat: bool,
+    /// Begin a new conversation.
+    #[serde(default)]
+    pub anew: bool,
+    pub max_tokens: usize,
+    /// 0 takes the likeliest token each time.
+    pub temperature: f32,
+    pub top_k: usize,
+    pub top_p: f32,
+    pub seed: u64,
+    /// "gpu" or "cpu".
+    pub device: String,
 }
 
 /// Everything that a person may choose.
@@ -180,6 +232,31 @@ pub enum Event {
         tokens: usize,
         seconds: f64,
     },
+    Compared {
+        #[serde(flatten)]
+        comparison: Comparison,
+        continuations: Option<Continuations>,
+    },
+    /// Tokens of the prompt that are read, and how many there are.
+    Reading {
+        done: usize,
+        of: usize,
+    },
+    /// What a token adds to the text.
+    Token {
+        text: String,
+    },
+    Generated {
+        tokens: usize,
+        prompt_tokens: usize,
+        /// Of the prompt, those that the model had read before.
+        reused_tokens: usize,
+        prefill_tokens_per_second: f64,
+        /// Of the answer; `None` of one token.
+        tokens_per_second: Option<f64>,
+        /// "end", "max_tokens", "context" or "stopped".
+        finish: String,
+    },
     Stored {
         items: Vec<StoredItem>,
         quota_bytes: Option<u64>,
@@ -247,6 +324,7 @@ pub struct StoredItem {
     pub bytes: u64,
     /// A stopped run: blocks done of blocks.
     pub unfinished: Option<(usize, usize)>,
-    /// What the stopped run was made with, to go on with it.
+    /// What it was made from, and with: to go on with a stopped run.
+    pub model: Option<String>,
     pub settings: Option<Settings>,
 }

@@ -5,38 +5,33 @@ use std::rc::Rc;
 use js_sys::Reflect;
 use wasm_bindgen::JsCast;
 use web_sys::{Blob, File};
-use web_time::Instant;
 
 use super::control::Control;
 use super::post::{begin, post, post_failure, post_files, scope};
-use super::protocol::{Event, ModelSummary, PlanSummary, Request, Settings, Which};
+use super::protocol::{Event, ModelSummary, PlanSummary, Request, Settings};
+use super::voice::Voice;
 use super::worker::Posted;
 use super::{adapter, demo, shelf};
 use crate::checkpoint::DType;
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::device::{AdapterChoice, Device, GpuOptions};
 use crate::error::{Error, Result};
-use crate::eval::perplexity;
 use crate::gptq::scheme::{Choice, Preset, Scheme};
 use crate::kernels::selftest::open_gpu;
 use crate::model::arch::expected_tensors;
 use crate::model::{ModelConfig, Stored};
 use crate::pipeline::{Plan, PlanOptions, estimate, make_plan};
-use crate::storage::browser::{FileSource, PrivateSink, reason};
-use crate::storage::{Sink, Source};
-use crate::text::{
-    ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents, evaluation_segments,
-};
+use crate::storage::Source;
+use crate::storage::browser::{FileSource, reason};
+use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents};
 
-/// Tokens in a window of evaluation text.
-const EVALUATION_WINDOW: usize = 512;
 /// Bytes of text files taken at most: they are tokenized in memory.
 const TEXT_BYTES: f64 = 512e6;
 
 /// An open model.
 pub struct Model {
     pub name: String,
-    pub stored: Stored,
+    pub stored: Rc<Stored>,
     pub config: ModelConfig,
     /// Its tokenizer, from the first use on.
     text: Option<Rc<ModelText>>,
@@ -52,10 +47,10 @@ pub struct Session {
     gpu: Option<Device>,
     /// Floating-point operations a second, CPU and GPU, once measured.
     speeds: [Option<f64>; 2],
-    /// What the last run or plan computed on.
-    device: Option<Device>,
     /// The last result of this session.
     pub result: Option<Rc<dyn Source>>,
+    /// Models that generate.
+    pub voices: Vec<Voice>,
 }
 
 /// What a run is made from.
@@ -74,8 +69,8 @@ impl Session {
             segments: None,
             gpu: None,
             speeds: [None; 2],
-            device: None,
             result: None,
+            voices: Vec::new(),
         }
     }
 
@@ -96,18 +91,23 @@ impl Session {
             Request::Open { demo, name } => self.open(demo, name, posted.files).await,
             Request::Calibration { builtin } => self.take_text(builtin, &posted.files).await,
             Request::Plan { settings } => self.plan(&settings, posted.directory.is_none()).await,
-            Request::Evaluate { which, builtin, max_tokens, stored } => {
+            Request::Evaluate { which, stored, text } => {
                 self.control.begin();
-                let text = match builtin {
-                    true => demo::text(demo::EVALUATION).await.map(|text| vec![text]),
-                    false => texts(&posted.files).await,
-                };
-                let scored = match text {
-                    Ok(text) => self.evaluate(id, which, stored, &text, max_tokens).await,
-                    Err(error) => Err(error),
-                };
+                let scored = self.evaluate(id, which, stored, text, &posted.files).await;
                 self.control.end();
                 scored
+            }
+            Request::Compare { stored, continuations, text } => {
+                self.control.begin();
+                let compared = self.compare(id, stored, continuations, text, &posted.files).await;
+                self.control.end();
+                compared
+            }
+            Request::Generate(wanted) => {
+                self.control.begin();
+                let generated = self.generate(id, wanted).await;
+                self.control.end();
+                generated
             }
             Request::List => shelf::list().await,
             Request::Fetch { name } => match shelf::fetch(&name).await {
@@ -134,13 +134,14 @@ impl Session {
     pub fn forget_broken(&mut self, error: &Error) {
         if matches!(error, Error::Device { .. }) {
             self.gpu = None;
-            self.device = None;
+            self.silence();
         }
     }
 
     async fn open(&mut self, demo: bool, name: Option<String>, files: Vec<File>) -> Result<Event> {
         self.model = None;
         self.segments = None;
+        self.voices.clear();
         let (name, source) = match demo {
             true => ("demo".to_owned(), demo::model().await?),
             false => chosen(name, files)?,
@@ -164,7 +165,7 @@ impl Session {
             dtype: main_dtype(&stored).map_or("none", DType::name).to_owned(),
             quantized_bits: stored.quant.as_ref().map(|quant| quant.scheme.bits),
         };
-        self.model = Some(Model { name, stored, config, text: None });
+        self.model = Some(Model { name, stored: Rc::new(stored), config, text: None });
         Ok(Event::Model(summary))
     }
 
@@ -193,32 +194,25 @@ impl Session {
         self.model.as_ref().ok_or_else(no_model)
     }
 
-    /// The device of these settings, opened if it is not.
-    pub async fn choose_device(&mut self, settings: &Settings) -> Result<Device> {
-        let device = match settings.device.as_str() {
-            "cpu" => Device::Cpu,
-            "gpu" => match &self.gpu {
-                Some(device) => device.clone(),
-                None => {
-                    // Whoever asks for the GPU here has been told that it is software.
-                    let choice = AdapterChoice { name: None, allow_software: true };
-                    let device = open_gpu(&choice, &GpuOptions::default()).await?;
-                    self.gpu.insert(device).clone()
-                }
-            },
-            other => {
-                return Err(Error::options(
-                    format!("there is no device \"{other}\""),
-                    "Use \"gpu\" or \"cpu\"",
-                ));
+    /// The device of this name, opened if it is not.
+    pub async fn choose_device(&mut self, name: &str) -> Result<Device> {
+        match (name, &self.gpu) {
+            ("cpu", _) => Ok(Device::Cpu),
+            ("gpu", Some(device)) => Ok(device.clone()),
+            ("gpu", None) => {
+                // Whoever asks for the GPU here has been told that it is software.
+                let choice = AdapterChoice { name: None, allow_software: true };
+                let device = open_gpu(&choice, &GpuOptions::default()).await?;
+                Ok(self.gpu.insert(device).clone())
             }
-        };
-        self.device = Some(device.clone());
-        Ok(device)
+            (other, _) => {
+                Err(Error::options(format!("there is no device \"{other}\""), "Use \"gpu\" or \"cpu\""))
+            }
+        }
     }
 
     /// Tokenizer and template of the open model, read once.
-    async fn model_text(&mut self) -> Result<Rc<ModelText>> {
+    pub async fn model_text(&mut self) -> Result<Rc<ModelText>> {
         let model = self.model.as_mut().ok_or_else(no_model)?;
         if let Some(text) = &model.text {
             return Ok(text.clone());
@@ -248,7 +242,7 @@ impl Session {
     ) -> Result<Prepared> {
         let scheme = scheme(settings)?;
         self.open_model()?;
-        let device = self.choose_device(settings).await?;
+        let device = self.choose_device(&settings.device).await?;
         let mut options = PlanOptions {
             scheme,
             tokens: 0,
@@ -309,65 +303,6 @@ impl Session {
             modules: plan.modules,
         }))
     }
-
-    async fn evaluate(
-        &mut self,
-        id: u32,
-        which: Which,
-        name: Option<String>,
-        text: &[TextFile],
-        max_tokens: usize,
-    ) -> Result<Event> {
-        let file =
-            text.first().ok_or_else(|| Error::options("there is no text to score", "Choose a file"))?;
-        let result = match (which, name) {
-            (Which::Before, _) => None,
-            (Which::After, Some(name)) => Some(PrivateSink::new(shelf::open(&name).await?).reader().await?),
-            (Which::After, None) => Some(
-                self.result
-                    .clone()
-                    .ok_or_else(|| Error::options("there is no result yet", "Quantize first"))?,
-            ),
-        };
-        let device = match &self.device {
-            Some(device) => device.clone(),
-            None => Device::Cpu,
-        };
-        let (stored, text, config);
-        let (stored, config, text) = match result {
-            Some(source) => {
-                stored = Stored::open(source).await?;
-                config = ModelConfig::parse(stored.checkpoint.config())?;
-                text =
-                    Rc::new(ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?);
-                (&stored, &config, text)
-            }
-            None => {
-                text = self.model_text().await?;
-                let model = self.open_model()?;
-                (&model.stored, &model.config, text)
-            }
-        };
-        let window = EVALUATION_WINDOW.min(config.max_position_embeddings).min(max_tokens).max(2);
-        let segments = evaluation_segments(&text, file, window, Some((max_tokens / window).max(1)))?;
-        let control = self.control.clone();
-        let mut told = Instant::now();
-        let result = perplexity(stored, &segments, &device, async |done, all| {
-            if told.elapsed().as_millis() >= 50 {
-                told = Instant::now();
-                post(id, Event::Scoring { fraction: done as f64 / all as f64 });
-            }
-            control.breathe().await;
-            !control.cancelled()
-        })
-        .await?;
-        Ok(Event::Score {
-            which,
-            perplexity: result.perplexity,
-            tokens: result.tokens,
-            seconds: result.seconds,
-        })
-    }
 }
 
 fn no_model() -> Error {
@@ -401,7 +336,7 @@ pub fn segment_options(settings: &Settings) -> SegmentOptions {
 }
 
 /// Bytes that a run may take when nobody says: browsers tell little, and what they tell is coarse.
-fn memory(device: &Device) -> u64 {
+pub fn memory(device: &Device) -> u64 {
     const LEAST: f64 = 1e9;
     /// What wasm can address, less what else is in its memory.
     const WASM: f64 = 3e9;
@@ -447,7 +382,7 @@ fn chosen(name: Option<String>, files: Vec<File>) -> Result<(String, Rc<dyn Sour
 }
 
 /// Text files, whole.
-async fn texts(files: &[File]) -> Result<Vec<TextFile>> {
+pub async fn texts(files: &[File]) -> Result<Vec<TextFile>> {
     let mut texts = Vec::new();
     for file in files {
         if file.size() > TEXT_BYTES {

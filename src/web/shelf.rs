@@ -96,6 +96,7 @@ async fn items() -> Result<Vec<StoredItem>> {
             name,
             bytes: there.iter().map(|file| file.size() as u64).sum(),
             unfinished,
+            model: note.as_ref().map(|note| note.model.clone()),
             settings: note.map(|note| note.settings),
         });
     }

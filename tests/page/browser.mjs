@@ -17,9 +17,12 @@ const FLAGS = [
 ];
 const SOFTWARE_GPU = ['--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshader'];
 
-/** Browser (with a GPU in software, or without any) and server; `page()` gives a page in a profile of its own, `close()` ends all. */
-export async function start({ gpu = true } = {}) {
-  const server = await serve();
+/**
+ * Browser (with a GPU in software, or without any) and server, which may serve changed files (see `serve`); `page()`
+ * gives a page in a profile of its own, `close()` ends all.
+ */
+export async function start({ gpu = true, changes = {} } = {}) {
+  const server = await serve(changes);
   const { origin } = new URL(server.url);
   const browser = await chromium.launch({ executablePath: CHROMIUM, args: gpu ? [...FLAGS, ...SOFTWARE_GPU] : FLAGS });
   mkdirSync(SHOTS, { recursive: true });

@@ -11,7 +11,7 @@ import { ROOT } from './harness.mjs';
 
 const MODEL = join(ROOT, 'web/demo/model');
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
-const LONG = { timeout: 180_000 };
+const LONG = { timeout: 300_000 };
 
 let browser;
 let folder;
@@ -49,6 +49,22 @@ async function finished(page) {
   await page.locator('#result:not([hidden]), #message:not([hidden])').first().waitFor(LONG);
   assert.equal(await page.locator('#message:not([hidden])').count(), 0, await page.locator('#message-text').textContent());
   await page.locator('#result-files a').first().waitFor(LONG);
+}
+
+/** The figures of the panel "Evaluate". */
+async function measured(page) {
+  await page.fill('[name=max_tokens]', '1024');
+  await page.click('#measure');
+  await page.locator('#evaluate-result dd').first().waitFor(LONG);
+  return page.locator('#evaluate-result .big dd:not(.under)').allTextContents();
+}
+
+/** What the panel "Try it" has, once `count` models have answered. */
+async function texts(page, count) {
+  await page.locator('#stop-generating').waitFor({ state: 'hidden', ...LONG });
+  const said = await page.locator('.said:not(:empty)').allTextContents();
+  assert.ok(said.length >= count, await page.locator('#message-text').textContent());
+  return said;
 }
 
 const link = (page, name) => page.locator('#result-files a', { hasText: name });
@@ -105,19 +121,111 @@ test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
   const columns = (text) => text.trim().split('\n').map((line) => line.split(',').slice(0, 7).join());
   assert.deepEqual(columns(csv.bytes.toString()), columns(log), 'the table is the program’s own');
 
-  await page.fill('[name=max_tokens]', '1024');
-  await page.click('#measure');
-  await page.locator('#perplexity-result dd').first().waitFor(LONG);
-  const [before, after] = (await page.locator('#perplexity-result dd').allTextContents()).map(Number);
+  await page.check('[name=continuations]');
+  const [before, after] = (await measured(page)).map(Number);
+  assert.match(await page.locator('#evaluate-result').textContent(), /Texts part after[\d.]+ tokens[0-2] of 2 never in 48/);
   assert.ok(before > 1 && after > before && after < before * 1.5, `${before} → ${after}`);
+  assert.match(await page.locator('#evaluate-result').textContent(), /Same likeliest token[1-9]\d\.\d.%KL divergence0\.\d+99 % of it below0\.\d+/);
+  assert.equal(await page.locator('#errors-chart canvas').count(), 1);
+
+  await page.fill('[name=prompt]', 'The boy');
+  await page.fill('[name=max_new_tokens]', '24');
+  await page.click('#generate');
+  const answers = await texts(page, 2);
+  for (const text of answers) assert.match(text, /^The boy.{20}/s);
+  for (const line of await page.locator('.speed').allTextContents()) assert.match(line, /^\d+ tokens read, 24 generated at [\d.]+ tokens\/s/);
+  // Chance with the same seed is the same.
+  await page.fill('[name=temperature]', '1');
+  await page.selectOption('[name=which]', 'after');
+  const drawn = [];
+  for (let turn = 0; turn < 2; turn += 1) {
+    await page.click('#generate');
+    drawn.push((await texts(page, 1)).at(-1));
+  }
+  assert.equal(drawn[0], drawn[1]);
+  assert.notEqual(drawn[0], answers[1]);
+  await page.fill('[name=temperature]', '0');
+  await page.selectOption('[name=which]', 'both');
+  await page.click('#generate');
+  await texts(page, 2);
   await shot(page, 'done');
   await accessible(page, 'done');
   const report = await downloaded(page, page.locator('#save-report'));
   assert.match(report.bytes.toString(), /model\.layers\.5\.mlp\.down_proj/);
   assert.doesNotMatch(report.bytes.toString(), /(src|href)="(?!data:)/, 'the report needs no other file');
 
+  // A stored result can be judged later, with the model that it was made from and, after a reload, on its own.
   await page.click('#anew');
-  await page.locator('#stored-items li').waitFor(LONG);
+  await page.locator('#stored-items').getByText('Open').click();
+  await page.locator('#opened-files a', { hasText: 'model.safetensors' }).waitFor(LONG);
+  assert.deepEqual((await measured(page)).slice(0, 2).map(Number), [before, after]);
+  await page.reload();
+  await page.locator('#stored-items').getByText('Open').click();
+  await page.locator('#opened-title', { hasText: 'demo-4bit-g64' }).waitFor(LONG);
+  const [alone, ...others] = await measured(page);
+  assert.ok(Math.abs(alone / after - 1) < 1e-3 && others.length === 0, `${alone} ${others}`);
+  await page.fill('[name=prompt]', 'The boy');
+  await page.fill('[name=max_new_tokens]', '24');
+  await page.click('#generate');
+  assert.deepEqual(await texts(page, 1), answers.slice(1));
+  await page.check('[name=kind][value=chat]');
+  await page.click('#generate');
+  await page.locator('#message-text', { hasText: 'no chat template' }).waitFor(LONG);
+  await page.click('#message-close');
+  await page.check('[name=kind][value=text]');
+  await page.fill('[name=max_new_tokens]', '2000');
+  await page.click('#generate');
+  await page.locator('.speed', { hasText: 'tokens/s' }).waitFor(LONG);
+  await page.click('#stop-generating');
+  await page.locator('.speed', { hasText: '; stopped' }).waitFor(LONG);
+  await shot(page, 'opened');
+  await accessible(page, 'opened');
+  await page.click('#close-opened');
+  await page.locator('#setup:not([hidden])').waitFor(LONG);
+  clean(page);
+  await page.context().close();
+});
+
+/** What a model without a template of its own is taught to say. */
+const TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+  + '{% if add_generation_prompt %}assistant:{% endif %}';
+
+test('a conversation with both models', LONG, async () => {
+  const page = await browser.page();
+  await page.setInputFiles('#folder-input', copy('talking', (directory) => {
+    const file = join(directory, 'tokenizer_config.json');
+    writeFileSync(file, JSON.stringify({ ...JSON.parse(readFileSync(file)), chat_template: TEMPLATE }));
+  }));
+  await page.locator('#settings:not([hidden])').waitFor(LONG);
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  await page.selectOption('[name=preset]', 'rtn');
+  await page.selectOption('[name=group_size]', '64');
+  await page.check('[name=device][value=cpu]');
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  await page.click('#quantize');
+  await finished(page);
+  await page.check('[name=kind][value=chat]');
+  await page.fill('[name=max_new_tokens]', '12');
+  const read = [];
+  for (const message of ['Who are you?', 'And then?']) {
+    await page.fill('[name=prompt]', message);
+    await page.press('[name=prompt]', 'Enter');
+    const said = await texts(page, 2);
+    for (const text of said) assert.ok(text.includes(message), text);
+    read.push(...(await page.locator('.speed').allTextContents()).map((line) => Number(line.match(/^(\d+) tokens read/)[1])));
+  }
+  assert.equal(await page.locator('.answer').count(), 4);
+  assert.equal(await page.inputValue('[name=prompt]'), '');
+  // What was read before is not read again, so the second message is about as cheap as the first.
+  assert.ok(read[2] < 2 * read[0] && read[3] < 2 * read[1], read.join());
+  await shot(page, 'chat');
+  await accessible(page, 'chat');
+  await page.click('#new-conversation');
+  assert.equal(await page.locator('.answer').count(), 0);
+  await page.fill('[name=prompt]', 'Who are you?');
+  await page.click('#generate');
+  await texts(page, 2);
+  assert.equal(await page.locator('.answer').count(), 2);
   clean(page);
   await page.context().close();
 });
@@ -170,6 +278,13 @@ test('what cannot be used is refused with the reason', LONG, async () => {
     writeFileSync(file, JSON.stringify({ ...JSON.parse(readFileSync(file)), model_type: '<b>mamba</b>' }));
   };
   await refused(copy('other', other), /<b>mamba<\/b>/);
+  await page.click('#choose-demo');
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  await page.selectOption('[name=group_size]', '64');
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  // Messages have the page's words for what can be chosen.
+  await page.fill('[name=max_memory]', '16');
+  await page.locator('#message-text', { hasText: 'fewer or shorter samples (“Samples”, “Tokens in a sample”), or raise “Memory limit”' }).waitFor(LONG);
   clean(page);
   await page.context().close();
 });

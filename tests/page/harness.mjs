@@ -3,7 +3,7 @@
 
 import { createServer } from 'node:http';
 import { createReadStream } from 'node:fs';
-import { mkdtemp, rm, stat } from 'node:fs/promises';
+import { mkdtemp, readFile, rm, stat } from 'node:fs/promises';
 import { tmpdir } from 'node:os';
 import { extname, join, normalize } from 'node:path';
 import { fileURLToPath } from 'node:url';
@@ -19,8 +19,11 @@ const FLAGS = [
   '--disable-background-networking', '--disable-component-update', '--disable-sync', '--disable-quic',
 ];
 
-/** Serves dist/ under a sub-path, as a static host may, and an empty page to start from. */
-export async function serve() {
+/**
+ * Serves dist/ under a sub-path, as a static host may, and an empty page to start from. `changes` has functions
+ * by path, from a file's bytes to what is served instead: how a test gives the program a faulty browser.
+ */
+export async function serve(changes = {}) {
   const base = '/some/path/';
   const server = createServer(async (request, response) => {
     const path = decodeURIComponent(new URL(request.url, 'http://localhost').pathname);
@@ -29,8 +32,15 @@ export async function serve() {
       response.end('<!doctype html><title>blank</title><link rel="icon" href="data:,"><input type="file" multiple>');
       return;
     }
-    const file = join(ROOT, 'dist', normalize(path.startsWith(base) ? path.slice(base.length) : 'absent'));
+    const name = normalize(path.startsWith(base) ? path.slice(base.length) : 'absent');
+    const file = join(ROOT, 'dist', name);
     try {
+      if (name in changes) {
+        const changed = changes[name](await readFile(file));
+        response.writeHead(200, { 'content-type': TYPES[extname(file)], 'content-length': Buffer.byteLength(changed) });
+        response.end(changed);
+        return;
+      }
       const { size } = await stat(file);
       response.writeHead(200, { 'content-type': TYPES[extname(file)] ?? 'application/octet-stream', 'content-length': size });
       createReadStream(file).pipe(response);
@@ -104,7 +114,7 @@ export class Worker {
 
   /** Waits until a request has had an event of this type. */
   until(id, type) {
-    return this.page.waitForFunction(([id, type]) => window.driver.has(id, type), [id, type], { polling: 20, timeout: 120_000 });
+    return this.page.waitForFunction(([id, type]) => window.driver.has(id, type), [id, type], { polling: 20, timeout: 300_000 });
   }
 
   /** The files that came with the answer to `id`, by name. */
@@ -135,7 +145,7 @@ const decoded = (files) => new Map(files.map(([name, text]) => [name, Buffer.fro
 /** Runs in the page. */
 function installDriver() {
   const ENDS = new Set([
-    'ready', 'model', 'text', 'plan', 'done', 'paused', 'resumed', 'score', 'stored', 'files', 'failed',
+    'ready', 'model', 'text', 'plan', 'done', 'paused', 'resumed', 'score', 'compared', 'generated', 'stored', 'files', 'failed',
   ]);
   const worker = new Worker('worker.js');
   const requests = new Map();

@@ -99,7 +99,7 @@ test('the demo model is planned', async () => {
   assert.equal(Object.values(plan.memory).reduce((a, b) => a + b), plan.memory_bytes);
 });
 
-test('the demo model is quantized on the CPU', { timeout: 120_000 }, async () => {
+test('the demo model is quantized on the CPU', { timeout: 300_000 }, async () => {
   const done = await worker.get({ type: 'quantize', settings: SMALL, resume: false });
   const of = (type) => done.events.filter((event) => event.type === type);
   assert.equal(done.stored, 'demo-4bit-g64');
@@ -119,7 +119,7 @@ test('the demo model is quantized on the CPU', { timeout: 120_000 }, async () =>
   console.log(`# CPU: ${done.seconds.toFixed(1)} s, ${of('progress').at(-1).wasm_bytes / 1e6} MB of wasm memory`);
 });
 
-test('the result is listed, and perplexity tells it from the model', { timeout: 120_000 }, async () => {
+test('the result is listed, and perplexity tells it from the model', { timeout: 300_000 }, async () => {
   const { items, quota_bytes: quota } = await worker.get({ type: 'list' });
   assert.deepEqual(items.map(({ name, unfinished }) => [name, unfinished]), [['demo-4bit-g64', null]]);
   assert.deepEqual(items[0].settings, SMALL);
@@ -132,6 +132,53 @@ test('the result is listed, and perplexity tells it from the model', { timeout: 
   const stored = await worker.get({ ...request, which: 'after', stored: 'demo-4bit-g64' });
   assert.equal(stored.perplexity, after.perplexity);
   console.log(`# perplexity ${before.perplexity.toFixed(3)} before, ${after.perplexity.toFixed(3)} after (${after.seconds.toFixed(1)} s)`);
+});
+
+test('the result is compared with the model, and both generate', { timeout: 300_000 }, async () => {
+  const text = { builtin: true, max_tokens: 2048 };
+  const compared = await worker.get({ type: 'compare', ...text, continuations: true });
+  const { prompts, tokens, parting, same } = compared.continuations;
+  assert.deepEqual([prompts, tokens], [4, 48]);
+  assert.ok(parting.value > 0 && parting.value <= 48 && same <= 4);
+  const [before, after] = compared.perplexity;
+  for (const [which, { value }] of [['before', before], ['after', after]]) {
+    const { perplexity } = await worker.get({ type: 'evaluate', which, ...text });
+    assert.ok(Math.abs(value / perplexity - 1) < 1e-4, `${which}: ${value} and ${perplexity}`);
+  }
+  assert.ok(Math.abs(compared.ratio.value - after.value / before.value) < 1e-9);
+  assert.ok(compared.kl.value > 0 && compared.kl_99 > compared.kl.value && compared.agreement.value > 0.8);
+  assert.equal(compared.blocks.length, 6);
+  assert.ok(compared.blocks.every((error) => error > 0 && error < 0.5));
+  assert.ok(compared.events.some(({ type }) => type === 'scoring'));
+
+  const generate = {
+    type: 'generate', prompt: 'The boy', chat: false, max_tokens: 16, temperature: 0, top_k: 50, top_p: 1, seed: 0, device: 'cpu',
+  };
+  const said = (answer) => answer.events.filter(({ type }) => type === 'token').map(({ text }) => text).join('');
+  const answers = {};
+  for (const which of ['before', 'after']) {
+    const answer = await worker.get({ ...generate, which });
+    assert.deepEqual([answer.tokens, answer.finish], [16, 'max_tokens']);
+    assert.ok(answer.tokens_per_second > 0 && answer.prompt_tokens > 0);
+    answers[which] = said(answer);
+    assert.ok(answers[which].length > 16, answers[which]);
+    console.log(`# ${which}: ${answer.tokens_per_second.toFixed(1)} tokens/s, ${JSON.stringify(answers[which])}`);
+  }
+  const again = await worker.get({ ...generate, which: 'after', stored: 'demo-4bit-g64' });
+  assert.equal(said(again), answers.after);
+  const few = await worker.get({ ...generate, which: 'after', max_tokens: 4, device: 'gpu' });
+  assert.ok(answers.after.startsWith(said(few)) && said(few).length > 0, said(few));
+  const id = await worker.begin({ ...generate, which: 'after', max_tokens: 2000 });
+  await worker.until(id, 'token');
+  await worker.begin({ type: 'cancel' });
+  assert.equal((await worker.outcome(id)).at(-1).finish, 'stopped');
+  for (const [change, expected] of [
+    [{ prompt: '' }, /the prompt/], [{ max_tokens: 0 }, /0 tokens are none/], [{ temperature: 1, top_p: 2 }, /top-p 2 is not/],
+    [{ chat: true }, /no chat template/], [{ stored: 'absent' }, /no stored result "absent"/],
+  ]) {
+    const failed = await worker.ask({ ...generate, which: 'after', ...change });
+    assert.match(failed.message, expected);
+  }
 });
 
 /** What the command line makes of the demo model with the same settings; `undefined` if it is not built. */
@@ -172,7 +219,7 @@ test('GPTQ gives the codes of the command line where its inputs are the same', {
   assert.ok(first > 0.999 && all > 0.7, `${first}, ${all}`);
 });
 
-test('a run that is paused and cancelled goes on to the same bytes', { timeout: 180_000 }, async () => {
+test('a run that is paused and cancelled goes on to the same bytes', { timeout: 300_000 }, async () => {
   const id = await worker.begin({ type: 'quantize', settings: SMALL, resume: false });
   await worker.until(id, 'block_done');
   assert.equal((await worker.get({ type: 'pause' })).type, 'paused');
@@ -205,7 +252,7 @@ test('a run that is paused and cancelled goes on to the same bytes', { timeout: 
   await later.close();
 });
 
-test('a folder gets the same bytes, resumed too, and is never written over', { timeout: 180_000 }, async () => {
+test('a folder gets the same bytes, resumed too, and is never written over', { timeout: 300_000 }, async () => {
   const quantize = (resume) => ({ type: 'quantize', settings: SMALL, resume });
   const id = await worker.begin(quantize(false), { directory: 'chosen' });
   await worker.until(id, 'block_done');
@@ -219,7 +266,7 @@ test('a folder gets the same bytes, resumed too, and is never written over', { t
   assert.match((await worker.ask(quantize(true), { directory: 'chosen' })).message, /holds a finished result/);
 });
 
-test('a file beyond 4 GiB is read where its tensors lie', { timeout: 180_000 }, async () => {
+test('a file beyond 4 GiB is read where its tensors lie', { timeout: 300_000 }, async () => {
   // The demo model behind 4.5 GB that no one wrote: a sparse file.
   const directory = await mkdtemp(join(tmpdir(), 'halftone-large-'));
   const model = join(ROOT, 'web/demo/model');
@@ -271,14 +318,14 @@ test('bad input gets one clear line', async () => {
   assert.match((await worker.ask({ type: 'calibration', builtin: false }, { files: text })).message, /notes\.pdf is not a kind of file/);
   await openDemo();
   const planned = (change) => worker.ask({ type: 'plan', settings: { ...SMALL, ...change } });
-  assert.match((await planned({ bits: 5 })).message, /--bits 5 is not supported/);
-  assert.match((await planned({ group_size: 100 })).message, /--group-size 100 does not divide/);
-  assert.match((await planned({ max_memory: 1e6 })).message, /needs about .* of memory/);
+  assert.match((await planned({ bits: 5 })).message, /“Bits per weight” 5 is not supported/);
+  assert.match((await planned({ group_size: 100 })).message, /“Group size” 100 does not divide .*the group size “whole row”/);
+  assert.match((await planned({ max_memory: 1e6 })).message, /needs about .* of memory.*raise “Memory limit”/);
   assert.match((await planned({ preset: 'best' })).message, /no preset "best"/);
   assert.match((await worker.ask({ type: 'nonsense' })).message, /message of the page is not understood.*nonsense/);
 });
 
-test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 240_000 }, async () => {
+test('the GPU device makes a result as good as the CPU device does, even if it is lost meanwhile', { timeout: 480_000 }, async () => {
   const few = { ...SMALL, samples: 2, seq_len: 64 };
   const gpu = await worker.get({ type: 'quantize', settings: { ...few, device: 'gpu' }, resume: false });
   const cpu = await worker.get({ type: 'quantize', settings: few, resume: false });

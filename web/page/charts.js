@@ -13,7 +13,7 @@ class Chart {
   #options;
   #plot = null;
   #data = null;
-  #draw = throttled(() => this.#update());
+  #draw = throttled(() => this.#update(), 250);
 
   constructor(host, options) {
     this.#host = host;
@@ -218,6 +218,37 @@ export class Charts {
       labelFont: '12px system-ui, sans-serif',
       size: 28,
     });
+  }
+}
+
+/** The relative error of the hidden state after each block. */
+export class BlockErrors {
+  #chart;
+
+  constructor(host) {
+    this.#chart = new Chart(host, (colours) => ({
+      scales: { x: { time: false }, y: { range: fromZero } },
+      series: [
+        { label: 'after block', value: (_, x) => (x === null || x === undefined ? '–' : String(x)) },
+        { ...line('relative error', colours.accent, (y) => percent(y, 2), 'y'), points: { show: true, size: 5, fill: colours.accent } },
+      ],
+      axes: [
+        axis(colours, {
+          incrs: [1, 2, 5, 10, 20, 50],
+          label: 'block', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28,
+        }),
+        axis(colours, { size: 58, values: (_, ticks) => ticks.map((y) => `${+(y * 100).toPrecision(2)}\u00a0%`) }),
+      ],
+    }));
+  }
+
+  /** @param errors one for each block */
+  set(errors) {
+    this.#chart.set([errors.map((_, block) => block), errors]);
+  }
+
+  image() {
+    return this.#chart.image();
   }
 }
 

@@ -11,6 +11,8 @@ const ANSWERS = {
   pause: 'paused',
   resume: 'resumed',
   evaluate: 'score',
+  compare: 'compared',
+  generate: 'generated',
   list: 'stored',
   fetch: 'files',
   remove: 'stored',
@@ -43,11 +45,11 @@ export class Core {
     };
   }
 
-  /** Asks and resolves with the answer's event; `files` of the answer are put into it. */
-  ask(request, { files, directory } = {}) {
+  /** Asks and resolves with the answer's event; `files` of the answer are put into it. `hear(event)` hears all events on the way. */
+  ask(request, { files, directory, hear } = {}) {
     const id = this.#next++;
     return new Promise((resolve, reject) => {
-      this.#waiting.set(id, { answer: ANSWERS[request.type], resolve, reject });
+      this.#waiting.set(id, { answer: ANSWERS[request.type], resolve, reject, hear });
       this.#worker.postMessage({ id, request, files, directory });
     });
   }
@@ -60,6 +62,7 @@ export class Core {
   #settle({ id, event, files }) {
     const waiting = this.#waiting.get(id);
     if (!waiting) return;
+    waiting.hear?.(event);
     if (event.type === 'failed') {
       this.#waiting.delete(id);
       waiting.reject(new Failure(event));

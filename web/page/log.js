@@ -2,11 +2,15 @@
 
 import { byId, element, save } from './dom.js';
 import { count, group, loss, percent, removed } from './format.js';
+import { throttled } from './throttle.js';
 
 export class Log {
   #rows = [];
   #lines = new Map();
+  /** Lines that are not in the table yet. */
+  #fresh = [];
   #filter = byId('log-filter');
+  #draw = throttled(() => this.#render(), 250);
 
   /** `name()` is the file name that "Save as CSV" proposes. */
   constructor(name) {
@@ -21,6 +25,7 @@ export class Log {
   reset() {
     this.#rows = [];
     this.#lines.clear();
+    this.#fresh = [];
     this.#filter.value = '';
     byId('log-rows').replaceChildren();
     this.#tell();
@@ -37,15 +42,22 @@ export class Log {
     this.#lines.set(row.module, line);
     if (old) {
       this.#rows[this.#rows.findIndex(({ module }) => module === row.module)] = row;
-      old.replaceWith(line);
+      if (old.isConnected) old.replaceWith(line);
+      else this.#fresh[this.#fresh.indexOf(old)] = line;
     } else {
       this.#rows.push(row);
-      const box = byId('log-rows').closest('.scroll');
-      const atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
-      byId('log-rows').append(line);
-      if (atEnd) box.scrollTop = box.scrollHeight;
+      this.#fresh.push(line);
     }
     line.hidden = !this.#matches(row);
+    this.#draw();
+  }
+
+  /** Puts the new lines into the table; who looks at its end keeps seeing it. */
+  #render() {
+    const box = byId('log-rows').closest('.scroll');
+    const atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
+    byId('log-rows').append(...this.#fresh.splice(0));
+    if (atEnd) box.scrollTop = box.scrollHeight;
     this.#tell();
   }
 

@@ -7,19 +7,21 @@ import * as files from './files.js';
 import * as output from './output.js';
 import * as plan from './plan.js';
 import * as result from './result.js';
+import * as opened from './opened.js';
 import * as settings from './settings.js';
 import * as stored from './stored.js';
 import { keepAwake } from './awake.js';
 import { Charts } from './charts.js';
 import { Core } from './core.js';
+import { Evaluation } from './evaluate.js';
 import { byId, facts, show } from './dom.js';
 import { bytes, count, parameters } from './format.js';
 import { Log } from './log.js';
 import { clear, guarded } from './message.js';
-import { Perplexity } from './perplexity.js';
 import { Picture } from './picture.js';
 import { saveReport } from './report.js';
 import { Run } from './run.js';
+import { Try } from './try.js';
 
 /** What is known so far: events of the worker, and choices of the person. */
 const state = { ready: null, model: null, text: null, plan: null, settings: null, done: null, where: null, resume: null };
@@ -33,10 +35,15 @@ const run = new Run();
 const charts = new Charts({ loss: byId('loss-chart'), share: byId('share-chart'), speed: byId('speed-chart') });
 const picture = new Picture();
 const log = new Log(() => resultName());
-const perplexity = new Perplexity(core);
+/** The worker does one thing after another, so the buttons of both wait. */
+const shared = {
+  device: () => settings.read().device,
+  busy: (on) => { byId('measure').disabled = byId('generate').disabled = on; },
+};
+const evaluation = new Evaluation(core, shared);
+const trial = new Try(core, shared);
 
 function hear(event) {
-  if (event.type === 'scoring') perplexity.hear(event);
   if (byId('run').hidden) return;
   if (event.type === 'progress') charts.measure(event);
   if (event.type === 'weights') picture.set(event);
@@ -47,11 +54,13 @@ function hear(event) {
   run.hear(event);
 }
 
-/** Which of the three views is there: `setup`, `run`, `done`. */
+/** Which of the views is there: `setup`, `run`, `done` (a run and its result), `opened` (a stored result). */
 function view(name) {
-  for (const [id, on] of Object.entries({
-    setup: name === 'setup', device: name === 'setup', run: name !== 'setup', log: name !== 'setup', result: name === 'done',
-  })) byId(id).hidden = !on;
+  const shown = {
+    setup: ['setup', 'device'], run: ['run', 'log'], done: ['run', 'log', 'result', 'try', 'evaluate'],
+    opened: ['opened', 'try', 'evaluate'],
+  }[name];
+  for (const id of ['setup', 'device', 'run', 'log', 'result', 'try', 'evaluate', 'opened']) byId(id).hidden = !shown.includes(id);
   if (name !== 'setup') byId('stored').hidden = true;
 }
 
@@ -207,7 +216,6 @@ async function quantize(again) {
     picture.set(null);
   }
   const resume = again || target.resume || state.resume !== null;
-  perplexity.reset();
   view('run');
   run.begin(`${state.model.name} · ${settings.describe(state.settings)}`);
   byId('run-title').focus();
@@ -218,13 +226,17 @@ async function quantize(again) {
     run.finish(state.done);
     state.resume = null;
     result.render(state.done, state.model, log.rows, state.where);
+    judge(null, state.settings.bits, true);
     view('done');
     byId('result-title').focus();
     if (state.done.stored) await offerFiles(state.done.stored, byId('result-files'));
   } catch (error) {
-    // 130 is what Cancel asked for.
+    // 130 is what Cancel asked for; after 70 nothing answers any more.
     if (error.code === 130) run.stop('Stopped as you wished.', error.resumable);
-    else {
+    else if (error.code === 70) {
+      run.stop('The program has ended; the message says why. Reload the page: finished blocks are kept.', false);
+      throw error;
+    } else {
       run.stop('The run ended; the message says why.', error.resumable ?? false);
       throw error;
     }
@@ -255,14 +267,14 @@ function watchRun() {
     run.stopping('Stopping at the next safe point …');
     core.tell({ type: 'cancel' });
   };
-  byId('again').onclick = byId('anew').onclick = () => guarded(async () => {
+  byId('again').onclick = byId('anew').onclick = byId('close-opened').onclick = () => guarded(async () => {
     run.leave();
     view('setup');
     await list();
     await makePlan();
   });
   byId('save-report').onclick = () => saveReport({
-    ...state, name: resultName(), rows: log.rows, charts, picture, scores: perplexity.scores,
+    ...state, name: resultName(), rows: log.rows, charts, picture, evaluation,
   });
 }
 
@@ -275,13 +287,30 @@ async function list() {
 function showStored(event) {
   stored.render(event, {
     resume: prepareResume,
-    download: (item, place) => guarded(() => offerFiles(item.name, place)),
+    open: (item) => guarded(() => openStored(item)),
     remove: (item) => guarded(async () => {
       if (!confirm(`Remove ${item.name} from this browser?`)) return;
       if (state.resume?.name === item.name) forgetResume();
       showStored(await core.ask({ type: 'remove', name: item.name }));
     }),
   });
+}
+
+/** What the panels below are about: a stored result by its name, or the last one (`null`). */
+function judge(name, bits, before) {
+  evaluation.about({ stored: name, before });
+  trial.about({
+    stored: name, before: before ? `The original, ${state.model.dtype}` : null, after: bits ? `Quantized, ${bits} bits` : 'Quantized',
+  });
+}
+
+/** A stored result on its own; compared with the model that it was made from if that is open. */
+async function openStored(item) {
+  opened.render(item);
+  judge(item.name, item.settings?.bits, state.model !== null && state.model.name === item.model);
+  view('opened');
+  byId('opened-title').focus();
+  await offerFiles(item.name, byId('opened-files'));
 }
 
 async function offerFiles(name, place) {

@@ -9,7 +9,7 @@ const CELL = 4;
 
 export class Picture {
   #latest = null;
-  #draw = throttled(() => this.#render());
+  #draw = throttled(() => this.#render(), 300);
 
   constructor() {
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.#draw());
@@ -58,16 +58,17 @@ function tone(canvas, rows, cols, values, tones) {
   canvas.height = rows;
   const context = canvas.getContext('2d');
   const image = context.createImageData(cols, rows);
+  const { data } = image;
   const [paper, above, below] = [tones.paper, tones.above, tones.below].map(rgb);
   const largest = values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-  values.forEach((value, at) => {
-    const share = largest > 0 ? Math.abs(value) / largest : 0;
-    const full = value < 0 ? below : above;
+  for (let at = 0; at < values.length; at += 1) {
+    const share = largest > 0 ? Math.abs(values[at]) / largest : 0;
+    const full = values[at] < 0 ? below : above;
     for (let channel = 0; channel < 3; channel += 1) {
-      image.data[at * 4 + channel] = paper[channel] + share * (full[channel] - paper[channel]);
+      data[at * 4 + channel] = paper[channel] + share * (full[channel] - paper[channel]);
     }
-    image.data[at * 4 + 3] = 255;
-  });
+    data[at * 4 + 3] = 255;
+  }
   context.putImageData(image, 0, 0);
   return largest;
 }
@@ -77,15 +78,42 @@ function print(canvas, rows, cols, codes, highest, tones) {
   canvas.width = cols * CELL;
   canvas.height = rows * CELL;
   const context = canvas.getContext('2d');
-  context.fillStyle = tones.paper;
-  context.fillRect(0, 0, canvas.width, canvas.height);
-  context.fillStyle = tones.above;
-  context.beginPath();
+  const image = context.createImageData(canvas.width, canvas.height);
+  const pixels = new Uint32Array(image.data.buffer);
+  const stamps = dots(highest, tones);
   codes.forEach((code, at) => {
-    const [x, y] = [(at % cols + 0.5) * CELL, (Math.floor(at / cols) + 0.5) * CELL];
-    const radius = CELL * 0.56 * Math.sqrt(code / highest);
-    context.moveTo(x + radius, y);
-    context.arc(x, y, radius, 0, 2 * Math.PI);
+    const corner = (Math.floor(at / cols) * canvas.width + at % cols) * CELL;
+    for (let y = 0; y < CELL; y += 1) {
+      for (let x = 0; x < CELL; x += 1) pixels[corner + y * canvas.width + x] = stamps[(code * CELL + y) * CELL + x];
+    }
   });
-  context.fill();
+  context.putImageData(image, 0, 0);
+}
+
+const stamped = new Map();
+
+/** Each code's dot, CELL × CELL pixels one after another. Thousands of circles a picture would take too long. */
+function dots(highest, { paper, above }) {
+  const key = [highest, paper, above].join();
+  if (!stamped.has(key)) stamped.set(key, strike(highest, paper, above));
+  return stamped.get(key);
+}
+
+function strike(highest, paper, ink) {
+  const strip = new OffscreenCanvas(CELL, CELL * (highest + 1));
+  const context = strip.getContext('2d', { willReadFrequently: true });
+  context.fillStyle = paper;
+  context.fillRect(0, 0, strip.width, strip.height);
+  context.fillStyle = ink;
+  for (let code = 0; code <= highest; code += 1) {
+    context.save();
+    context.beginPath();
+    context.rect(0, code * CELL, CELL, CELL);
+    context.clip();
+    context.beginPath();
+    context.arc(CELL / 2, (code + 0.5) * CELL, CELL * 0.56 * Math.sqrt(code / highest), 0, 2 * Math.PI);
+    context.fill();
+    context.restore();
+  }
+  return new Uint32Array(context.getImageData(0, 0, strip.width, strip.height).data.buffer);
 }

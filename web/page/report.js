@@ -2,7 +2,7 @@
 
 import { maker, save } from './dom.js';
 import { count, group, loss, parameters, percent, removed } from './format.js';
-import { sentences } from './perplexity.js';
+import { sentences } from './evaluate.js';
 import { figures, steps } from './result.js';
 import { describe } from './settings.js';
 
@@ -17,7 +17,7 @@ th, td { padding: .15rem .6rem; text-align: right; border-bottom: 1px solid ${co
 // In a document of its own nothing is loaded: the page's policy has no place for images as data URLs.
 const element = maker(document.implementation.createHTMLDocument(''));
 
-/** @param run `{ready, model, settings, text, done, rows, charts, picture, scores}` */
+/** @param run `{ready, model, settings, text, done, rows, charts, picture, evaluation}` */
 export function saveReport(run) {
   // Whatever comes from a file passes through an element and is escaped by it.
   const root = getComputedStyle(document.documentElement);
@@ -28,7 +28,7 @@ export function saveReport(run) {
   save(new Blob([html], { type: 'text/html' }), `${run.name}-report.html`);
 }
 
-function content({ ready, model, settings, text, done, rows, charts, picture, scores }) {
+function content({ ready, model, settings, text, done, rows, charts, picture, evaluation }) {
   const list = (pairs) => element('dl', {}, ...pairs.filter(([, value]) => value).map(([name, value]) =>
     element('div', {}, element('dt', {}, name), element('dd', {}, value))));
   const heading = (title) => element('h2', {}, title);
@@ -45,16 +45,19 @@ function content({ ready, model, settings, text, done, rows, charts, picture, sc
     list(figures(done, model, rows)),
     element('p', { className: 'quiet' }, steps(done)),
     ...(done.warnings.length ? [heading('Warnings'), element('ul', {}, ...done.warnings.map((line) => element('li', {}, line)))] : []),
-    ...(scores ? [heading('Perplexity'), ...sentences(scores)] : []),
+    ...(evaluation.outcome ? [heading('Evaluation'), ...sentences(evaluation.outcome)] : []),
+    ...(evaluation.image() ? [figure('Relative error of the hidden state after each block', evaluation.image())] : []),
     heading('Layers'),
-    ...charts.images().map(([caption, image]) =>
-      element('figure', {}, element('figcaption', {}, caption), element('img', { src: image, alt: caption }))),
+    ...charts.images().map(([caption, image]) => figure(caption, image)),
     ...(picture.module ? [element('p', { className: 'quiet' }, `The first corner of ${picture.module}`),
       element('div', { className: 'squares' }, ...picture.images().map(([caption, image]) =>
         element('figure', {}, element('img', { src: image, alt: caption }), element('figcaption', {}, caption))))] : []),
     table(rows),
   ];
 }
+
+const figure = (caption, image) =>
+  element('figure', {}, element('figcaption', {}, caption), element('img', { src: image, alt: caption }));
 
 function table(rows) {
   const head = ['block', 'module', 'in', 'out', 'bits', 'group', 'tokens', 'damp', 'rtn loss', 'gptq loss', 'removed', 'seconds'];

@@ -96,7 +96,7 @@ export class Run {
   stop(text, resumable) {
     this.#stopped = true;
     byId('run-title').textContent = 'Stopped';
-    const kept = resumable && `${this.#done} of ${this.#blocks} blocks are finished and kept; Resume goes on after them.`;
+    const kept = resumable && this.#done > 0 && `${this.#done} of ${this.#blocks} blocks are finished and kept; Resume goes on after them.`;
     show(byId('run-status'), [text, kept].filter(Boolean).join(' '));
     byId('run-percent').textContent = this.#progress ? percent(this.#progress.fraction, 0) : '';
     this.#buttons({ resume: resumable, again: true });

@@ -23,7 +23,8 @@ export function read() {
     throw new Error(`${label}: ${wrong.validationMessage}`);
   }
   const field = (name) => form.elements[name].value;
-  const order = field('desc_act');
+  // What a preset has no use for stays in its field, but is not meant.
+  const order = form.elements.desc_act.disabled ? '' : field('desc_act');
   return {
     device: field('device'),
     preset: field('preset'),

@@ -6,7 +6,7 @@ import { describe } from './settings.js';
 
 /**
  * @param event the event `stored`
- * @param actions `resume(item)`, `download(item, place)`, `remove(item)`
+ * @param actions `resume(item)`, `open(item)`, `remove(item)`
  */
 export function render({ items, quota_bytes: quota, used_bytes: used }, actions) {
   byId('stored').hidden = items.length === 0;
@@ -15,13 +15,12 @@ export function render({ items, quota_bytes: quota, used_bytes: used }, actions)
     ? `${bytes(used ?? 0)} of the ${bytes(quota)} that this browser allows are in use.` : '';
 }
 
-function line(item, { resume, download, remove }) {
+function line(item, { resume, open, remove }) {
   const button = (text, action) => {
     const node = element('button', { type: 'button', className: 'plain small', onclick: action }, text);
     node.setAttribute('aria-label', `${text} ${item.name}`);
     return node;
   };
-  const files = element('div');
   const state = item.unfinished ? `stopped, ${item.unfinished[0]} of ${item.unfinished[1]} blocks done` : 'finished';
   return element('li', {},
     element('div', { className: 'item' },
@@ -30,7 +29,6 @@ function line(item, { resume, download, remove }) {
         element('p', { className: 'quiet' }, [state, bytes(item.bytes), item.settings && describe(item.settings)]
           .filter(Boolean).join(' · '))),
       element('div', { className: 'buttons' },
-        item.unfinished ? button('Resume', () => resume(item)) : button('Download', () => download(item, files)),
-        button('Remove', () => remove(item)))),
-    files);
+        item.unfinished ? button('Resume', () => resume(item)) : button('Open', () => open(item)),
+        button('Remove', () => remove(item)))));
 }
