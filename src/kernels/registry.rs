@@ -5,11 +5,8 @@
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
 use super::{
-    add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant, embedding,
-};
-use super::{
-    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, divergence, embedding,
-    gemm, gemv,
+    add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant, divergence,
+    embedding, gemm, gemv,
 };
 use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
