@@ -79,15 +79,7 @@ impl Scheme {
     /// # Errors
     /// [`Error::Options`] for choices that make no sense, alone or together.
     pub fn chosen(choice: &Choice) -> Result<Self> {
-        let group_size = match choice.group_size {
-            -1 => None,
-            size => Some(usize::try_from(size).map_err(|_| {
-                Error::options(
-                    format!("--group-size {size} is not a size"),
-                    "Use -1, or a number of columns such as 128",
-                )
-            })?),
-        };
+        let group_size = Self::group_size_of(choice.group_size)?;
         let base = Self::preset(choice.preset, choice.bits, group_size);
         let scheme = Self {
             sym: choice.sym,
@@ -98,13 +90,23 @@ impl Scheme {
             ..base
         };
         scheme.check()?;
-        if scheme.preset == Preset::Rtn && (scheme.desc_act || !scheme.static_groups) {
-            return Err(Error::options(
-                "--preset rtn takes no order of columns and has static groups only",
-                "Leave out --desc-act and --static-groups, or choose --preset reference",
-            ));
-        }
         Ok(scheme)
+    }
+
+    /// [`Scheme::group_size`] of the number that files and options have: −1 for one group per row.
+    ///
+    /// # Errors
+    /// [`Error::Options`] for other negative numbers.
+    pub fn group_size_of(number: i64) -> Result<Option<usize>> {
+        match number {
+            -1 => Ok(None),
+            size => usize::try_from(size).map(Some).map_err(|_| {
+                Error::options(
+                    format!("--group-size {size} is not a size"),
+                    "Use -1, or a number of columns such as 128",
+                )
+            }),
+        }
     }
 
     /// Refuses what no file can hold or no arithmetic can do.
@@ -125,6 +127,12 @@ impl Scheme {
             return Err(Error::options(
                 format!("--damp-percent {} is out of range", self.damp_percent),
                 "Use a number above 0 and at most 1; 0.01 is usual",
+            ));
+        }
+        if self.preset == Preset::Rtn && (self.desc_act || !self.static_groups) {
+            return Err(Error::options(
+                "--preset rtn takes no order of columns and has static groups only",
+                "Leave out --desc-act and --static-groups, or choose --preset reference",
             ));
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! The two ends of a model: the embedding table and the language-model head.
 
-use super::arch::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use super::arch::{EMBEDDING, FINAL_NORM, head_stage};
 use super::config::ModelConfig;
 use super::linear::Linear;
 use super::weights::{Weights, check, load_f32, load_row_chunks};
@@ -91,6 +91,19 @@ impl Embedding {
     }
 }
 
+/// The norm behind the last block: the input of the head, [tokens, hidden].
+///
+/// # Errors
+/// [`Error::Model`] when the tensor is absent or has the wrong shape.
+pub async fn final_norm<W: Weights + ?Sized>(
+    config: &ModelConfig,
+    weights: &W,
+    device: &Device,
+) -> Result<Tensor> {
+    let norm = load_f32(weights, FINAL_NORM, &[config.hidden_size]).await?;
+    Tensor::from_f32(device, &[config.hidden_size], norm)
+}
+
 /// The final norm and the language-model head.
 pub struct Head {
     norm: Tensor,
@@ -109,13 +122,11 @@ impl Head {
         device: &Device,
     ) -> Result<Self> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let norm = load_f32(weights, FINAL_NORM, &[hidden]).await?;
-        let name = if config.tie_word_embeddings { EMBEDDING } else { LM_HEAD };
-        Ok(Self {
-            norm: Tensor::from_f32(device, &[hidden], norm)?,
-            eps: config.rms_norm_eps,
-            weight: Linear::new(load_row_chunks(weights, name, [vocab, hidden], device).await?, None)?,
-        })
+        let weight = match config.tie_word_embeddings {
+            true => Linear::new(load_row_chunks(weights, EMBEDDING, [vocab, hidden], device).await?, None)?,
+            false => weights.linear(&head_stage(config).linears[0], device).await?,
+        };
+        Ok(Self { norm: final_norm(config, weights, device).await?, eps: config.rms_norm_eps, weight })
     }
 
     /// Logits [tokens, vocab] of the last block's output.

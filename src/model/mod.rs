@@ -16,7 +16,7 @@ mod weights;
 pub use arch::{LinearSpec, Stage};
 pub use block::Block;
 pub use config::{Family, ModelConfig};
-pub use ends::{Embedding, Head};
+pub use ends::{Embedding, Head, final_norm};
 pub use linear::Linear;
 pub use rope::{Rope, RopeKind};
 pub use stored::Stored;

@@ -8,6 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::report::ModuleRow;
+use super::select::{Output, Override};
 use crate::error::{Error, Result};
 use crate::gptq::scheme::Scheme;
 use crate::storage::Sink;
@@ -27,6 +28,9 @@ pub struct Inputs {
     /// The calibration tokens' hash.
     pub text: String,
     pub scheme: Scheme,
+    pub output: Output,
+    /// Files that the weights are distributed over.
+    pub shards: usize,
     pub device: String,
     pub batch_tokens: usize,
 }
@@ -36,11 +40,12 @@ pub struct Inputs {
 pub struct Journal {
     pub inputs: Inputs,
     pub blocks_done: usize,
-    pub tensors_done: usize,
+    /// XXH3 of each tensor written, to compare with when all is.
+    pub sums: Vec<u64>,
     /// Of work so far, over all sittings.
     pub seconds: f64,
-    /// Some layer's g_idx is not the natural one.
-    pub act_ordered: bool,
+    /// Modules whose g_idx is not the natural one.
+    pub act_ordered: Vec<String>,
     pub modules: Vec<ModuleRow>,
     pub warnings: Vec<String>,
 }
@@ -78,6 +83,9 @@ impl Journal {
         let was = &self.inputs;
         let (a, b) = (&was.scheme, &now.scheme);
         let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
+        let list = |texts: Vec<String>| if texts.is_empty() { "none".to_owned() } else { texts.join(" ") };
+        let overrides = |output: &Output| list(output.overrides.iter().map(Override::to_string).collect());
+        let (x, y) = (&was.output, &now.output);
         let pairs = [
             ("the model", was.source.clone(), now.source.clone()),
             ("the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
@@ -91,6 +99,11 @@ impl Journal {
             ("--mse", a.mse.to_string(), b.mse.to_string()),
             // In f32, since reading JSON may cost a double its last bit.
             ("--damp-percent", (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
+            ("--format", x.format.to_string(), y.format.to_string()),
+            ("--override", overrides(x), overrides(y)),
+            ("--skip", list(x.skip.clone()), list(y.skip.clone())),
+            ("--quantize-lm-head", x.lm_head.to_string(), y.lm_head.to_string()),
+            ("the number of files (--shard-size)", was.shards.to_string(), now.shards.to_string()),
             ("the device", was.device.clone(), now.device.clone()),
             (
                 "the micro-batch size (--max-memory)",
@@ -122,15 +135,17 @@ mod tests {
             calibration: "c".into(),
             text: "t".into(),
             scheme: Scheme::preset(Preset::Default, 4, Some(64)),
+            output: Output::default(),
+            shards: 1,
             device: "cpu".into(),
             batch_tokens: 2048,
         };
         Journal {
             inputs,
             blocks_done: 1,
-            tensors_done: 9,
+            sums: vec![7, u64::MAX],
             seconds: 1.5,
-            act_ordered: false,
+            act_ordered: vec![],
             modules: vec![],
             warnings: vec![],
         }
@@ -154,6 +169,10 @@ mod tests {
         now.scheme.bits = 3;
         let message = was.check(&now).unwrap_err().to_string();
         assert!(message.contains("--bits") && message.contains("was 4, is 3"), "{message}");
+        let mut now = was.inputs.clone();
+        now.output.overrides.push(Override::parse("down=bits:8").unwrap());
+        let message = was.check(&now).unwrap_err().to_string();
+        assert!(message.contains("--override changed (was none, is down=bits:8)"), "{message}");
         let now = Inputs { text: "u".into(), ..was.inputs.clone() };
         assert!(was.check(&now).unwrap_err().to_string().contains("the calibration text changed"));
     }
