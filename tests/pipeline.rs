@@ -4,26 +4,21 @@
 
 mod common;
 
-use std::cell::Cell;
-use std::rc::Rc;
-
+use common::job::*;
 use common::*;
 use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
-use halftone::error::{Error, Result};
+use halftone::error::Error;
 use halftone::eval::perplexity;
 use halftone::gptq::scheme::{Preset, Scheme};
 use halftone::model::arch::stages;
-use halftone::model::{Block, Embedding, Head, LinearSpec, ModelConfig, Stored, Weights};
+use halftone::model::{Block, Embedding, LinearSpec, Stored, Weights};
 use halftone::pipeline::events::Silent;
 use halftone::pipeline::plan::human_bytes;
-use halftone::pipeline::{
-    Event, ModuleRow, Observer, Output, Override, Plan, PlanOptions, RunOptions, RunReport, make_plan, run,
-};
+use halftone::pipeline::{Event, ModuleRow, Observer, RunReport};
 use halftone::storage::Sink;
-use halftone::storage::memory::{MemorySink, MemorySource};
+use halftone::storage::memory::MemorySink;
 use halftone::tensor::Tensor;
-use halftone::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments};
 use pollster::block_on;
 use serde_json::Value;
 

@@ -14,8 +14,8 @@ use super::journal::JOURNAL;
 use crate::checkpoint::config::{QuantConfig, Scheme};
 use crate::checkpoint::linear::{LayerParts, natural_g_idx, parts_of};
 use crate::checkpoint::{
-    CONFIG, Checkpoint, DType, Format, PART, QUANTIZE_CONFIG, StoredLayer, TensorSpec, ZeroFormat,
-    is_weights_file,
+    CONFIG, Checkpoint, DType, Format, GptqLinear, PART, QUANTIZE_CONFIG, StoredLayer, TensorSpec,
+    ZeroFormat, is_weights_file,
 };
 use crate::error::Result;
 use crate::model::ModelConfig;
@@ -117,7 +117,7 @@ pub async fn check(source: Rc<dyn Source>) -> Result<Findings> {
         found.format = Some(quant.format);
         modules(&checkpoint, quant, &mut found).await?;
     }
-    model(&checkpoint, quant.as_ref(), &mut found);
+    model(&checkpoint, &mut found);
     found.findings.sort_by_key(|finding| finding.severity);
     Ok(found)
 }
@@ -631,7 +631,7 @@ fn tensor_parallel(layers: &[Layer], found: &mut Findings) {
 }
 
 /// What the architecture needs besides, if it is a known one.
-fn model(checkpoint: &Checkpoint, quant: Option<&QuantConfig>, found: &mut Findings) {
+fn model(checkpoint: &Checkpoint, found: &mut Findings) {
     let config = match ModelConfig::parse(checkpoint.config()) {
         Ok(config) => config,
         Err(error) => {
@@ -645,10 +645,7 @@ fn model(checkpoint: &Checkpoint, quant: Option<&QuantConfig>, found: &mut Findi
     };
     for (name, shape) in expected_tensors(&config) {
         let module = module_of(&name);
-        let quantized = quant.is_some_and(|quant| {
-            checkpoint.info(&format!("{module}.{}", quant.format.codes_part())).is_some()
-        });
-        if quantized {
+        if GptqLinear::is_in(checkpoint, module) {
             continue;
         }
         match checkpoint.info(&name) {

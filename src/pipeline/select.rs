@@ -231,10 +231,12 @@ fn near<'a>(pattern: &str, modules: &[&'a str]) -> Vec<&'a str> {
     }
     let literal: String = pattern.chars().filter(|c| c.is_alphanumeric() || "._".contains(*c)).collect();
     let literal = literal.trim_matches('.');
-    let mut ranked: Vec<(usize, &str)> = kinds
-        .into_iter()
-        .map(|(short, module)| (distance(literal, short).min(distance(literal, module)), module))
-        .collect();
+    // A pattern may stand for any number of a name's last parts.
+    let like = |module: &str| {
+        let ends = std::iter::successors(Some(module), |end| end.split_once('.').map(|(_, end)| end));
+        ends.map(|end| distance(literal, end)).min().unwrap_or(usize::MAX)
+    };
+    let mut ranked: Vec<(usize, &str)> = kinds.into_values().map(|module| (like(module), module)).collect();
     ranked.sort();
     ranked.into_iter().take(3).map(|(_, module)| module).collect()
 }
