@@ -13,13 +13,22 @@ This is a check from outside: nothing else in the repository uses it.
 
 import json
 import math
+import pathlib
 import sys
 
 import torch
-from transformers import AutoModelForCausalLM
 
 dtype = getattr(torch, sys.argv[3]) if len(sys.argv) > 3 else "auto"
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="cpu", dtype=dtype)
+config = json.loads(pathlib.Path(sys.argv[1], "config.json").read_text())["quantization_config"]
+if config.get("dynamic"):
+    # Transformers does not read what differs from layer to layer in GPTQ; GPTQModel itself does.
+    from gptqmodel import BACKEND, GPTQModel
+
+    model = GPTQModel.load(sys.argv[1], backend=BACKEND.TORCH, device="cpu", dtype=dtype).model
+else:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], device_map="cpu", dtype=dtype)
 total, count = 0.0, 0
 with torch.no_grad():
     for line in open(sys.argv[2], encoding="utf-8"):

@@ -238,13 +238,20 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         skipped,
         layout,
     };
-    plan.quant_config(None)?;
     fit_memory(&mut plan, options, device)?;
     if options.longest > plan.config.max_position_embeddings {
         plan.warnings.push(format!(
             "the longest calibration sequence has {} tokens; the model was made for {}",
             options.longest, plan.config.max_position_embeddings
         ));
+    }
+    let rules = plan.quant_config(None)?.rules;
+    if output.format != Format::CompressedTensors && !rules.is_empty() {
+        plan.warnings.push(
+            "what differs from layer to layer goes to \"dynamic\", which GPTQModel, vLLM and SGLang read; Transformers \
+             alone does not, but reads the same of --format compressed-tensors"
+                .to_owned(),
+        );
     }
     let ordered = plan.assigned.values().flatten().any(|assigned| assigned.scheme.needs_g_idx());
     if ordered && output.format == Format::CompressedTensors {
