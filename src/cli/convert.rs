@@ -42,7 +42,7 @@ pub async fn run(args: Args) -> Result<()> {
             "Quantize it: halftone quantize --format takes every format",
         ));
     };
-    if args.out.exists() && DirSink::open(&args.out)?.files()?.first().is_some() {
+    if args.out.exists() && !DirSink::open(&args.out)?.files()?.is_empty() {
         return Err(Error::options(
             format_args!("{} exists and is not empty", args.out.display()),
             "Give a new directory",

@@ -607,25 +607,26 @@ fn fused(checkpoint: &Checkpoint, layers: &[Layer], found: &mut Findings) {
 /// follows them, which must not cut a group.
 fn tensor_parallel(layers: &[Layer], found: &mut Findings) {
     const COLUMNS: [&str; 5] = ["o_proj", "down_proj", "w2", "dense", "fc2"];
-    for devices in [2, 4, 8] {
-        for Layer { module, scheme, n, k } in layers {
-            let last = module.rsplit('.').next().unwrap_or(module);
-            if module == LM_HEAD_MODULE {
-                continue;
-            }
-            let (what, size) = if COLUMNS.contains(&last) { ("input", *k) } else { ("output", *n) };
-            // Codes of a word stay together.
-            let whole =
-                if what == "output" { 1 } else { usize::try_from(scheme.group_size).unwrap_or(1).max(1) };
-            let pack = 32 / scheme.bits.max(1) as usize;
+    for Layer { module, scheme, n, k } in layers.iter().filter(|layer| layer.module != LM_HEAD_MODULE) {
+        let last = module.rsplit('.').next().unwrap_or(module);
+        let columns = COLUMNS.contains(&last);
+        let (what, size) = if columns { ("input", *k) } else { ("output", *n) };
+        let group = if columns { usize::try_from(scheme.group_size).unwrap_or(1).max(1) } else { 1 };
+        // Codes of a word stay together.
+        let pack = 32 / scheme.bits.max(1) as usize;
+        let divides = |devices: &usize| {
             let part = size / devices;
-            if size % devices != 0 || part % whole != 0 || part % pack != 0 {
-                let group = if whole > 1 { format!(" in groups of {whole}") } else { String::new() };
-                let problem = format!(
-                    "tensor parallel over {devices} devices does not divide {last}: {size} {what} features{group}"
-                );
-                found.note(module, problem, "Use fewer devices, or quantize with a smaller group");
-            }
+            size.is_multiple_of(*devices) && part.is_multiple_of(group) && part.is_multiple_of(pack)
+        };
+        let not: Vec<String> =
+            [2, 4, 8].iter().filter(|devices| !divides(devices)).map(usize::to_string).collect();
+        if !not.is_empty() {
+            let groups = if group > 1 { format!(" in groups of {group}") } else { String::new() };
+            let problem = format!(
+                "tensor parallel over {} devices does not divide {last}: {size} {what} features{groups}",
+                not.join(", ")
+            );
+            found.note(module, problem, "Use another number of devices, or quantize with a smaller group");
         }
     }
 }
