@@ -1,4 +1,5 @@
-// Causal attention with grouped heads and a sliding window, by online softmax.
+// Causal attention with grouped heads and a sliding window, by online softmax. The queries are the
+// last tokens of each sequence, or all of them.
 //
 // A workgroup owns a tile of query rows of one head and walks over the keys that any of its rows sees,
 // KEYS at a time, with each row's largest score so far, the sum of exp(score - largest), and the mix
@@ -10,8 +11,13 @@
 //
 // Dispatch: x counts tiles of 4 * GROUPS query rows from `first_tile`, y heads, z sequences from
 // `first_sequence`. CPU twin: src/kernels/attention.rs.
+#import unpack
+
 struct Params {
+    // Queries of a sequence.
     seq_len: u32,
+    // Keys before a sequence's first query, which has this position.
+    start: u32,
     heads: u32,
     kv_heads: u32,
     first_tile: u32,
@@ -23,10 +29,11 @@ struct Params {
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> q: array<vec4<f32>>; // [tokens, heads, d]
-@group(0) @binding(2) var<storage, read> k: array<vec4<f32>>; // [tokens, kv_heads, d]
-@group(0) @binding(3) var<storage, read> v: array<vec4<f32>>; // [tokens, kv_heads, d]
+@group(0) @binding(2) var<storage, read> k: array<vec4<u32>>; // [tokens, kv_heads, d] as ELEM
+@group(0) @binding(3) var<storage, read> v: array<vec4<u32>>; // the same
 @group(0) @binding(4) var<storage, read_write> out: array<vec4<f32>>; // [tokens, heads, d]
 
+override ELEM: u32 = 0u; // of keys and values, see `unpack`
 override PARTS: u32 = 4u; // head_dim / 16
 override GROUPS: u32 = 16u;
 override KEYS: u32 = 32u; // a multiple of 8
@@ -40,14 +47,22 @@ const UNSEEN: f32 = -3.0e38;
 
 var<workgroup> scores: array<vec4<f32>, SCORES>; // [group, key]: one score for each of four rows
 
+fn key(quad: u32) -> vec4<f32> {
+    return unpack4(k[quad_index(quad, ELEM)], quad, ELEM);
+}
+
+fn value(quad: u32) -> vec4<f32> {
+    return unpack4(v[quad_index(quad, ELEM)], quad, ELEM);
+}
+
 // Column j: the scores of key j for four rows, from one quad of queries and keys.
 fn products(rows: mat4x4<f32>, at: vec4<u32>) -> mat4x4<f32> {
-    return rows * mat4x4<f32>(k[at.x], k[at.y], k[at.z], k[at.w]);
+    return rows * mat4x4<f32>(key(at.x), key(at.y), key(at.z), key(at.w));
 }
 
 // Column r: a quad of values by the weight of row r.
-fn weighted(value: vec4<f32>, weight: vec4<f32>) -> mat4x4<f32> {
-    return mat4x4<f32>(value * weight.x, value * weight.y, value * weight.z, value * weight.w);
+fn weighted(quad: vec4<f32>, weight: vec4<f32>) -> mat4x4<f32> {
+    return mat4x4<f32>(quad * weight.x, quad * weight.y, quad * weight.z, quad * weight.w);
 }
 
 // Column r scaled by `factor[r]`.
@@ -60,17 +75,17 @@ fn scaled(block: mat4x4<f32>, factor: vec4<f32>) -> mat4x4<f32> {
     );
 }
 
-// A key's scores as they count for rows `rows`.
-fn visible(key: u32, rows: vec4<u32>, score: vec4<f32>) -> vec4<f32> {
-    let seen = (vec4(key) <= rows) & (vec4(key + p.window) > rows);
+// A key's scores as they count for queries at `positions`.
+fn visible(position: u32, positions: vec4<u32>, score: vec4<f32>) -> vec4<f32> {
+    let seen = (vec4(position) <= positions) & (vec4(position + p.window) > positions);
     return select(vec4(UNSEEN), score * p.scale, seen);
 }
 
-fn keep_visible(at: u32, key: u32, rows: vec4<u32>, block: mat4x4<f32>) {
-    scores[at] = visible(key, rows, block[0]);
-    scores[at + 1u] = visible(key + 1u, rows, block[1]);
-    scores[at + 2u] = visible(key + 2u, rows, block[2]);
-    scores[at + 3u] = visible(key + 3u, rows, block[3]);
+fn keep_visible(at: u32, position: u32, positions: vec4<u32>, block: mat4x4<f32>) {
+    scores[at] = visible(position, positions, block[0]);
+    scores[at + 1u] = visible(position + 1u, positions, block[1]);
+    scores[at + 2u] = visible(position + 2u, positions, block[2]);
+    scores[at + 3u] = visible(position + 3u, positions, block[3]);
 }
 
 @compute @workgroup_size(PARTS, GROUPS)
@@ -80,19 +95,22 @@ fn main(
 ) {
     let part = local.x;
     let head_quads = 4u * PARTS;
-    let sequence = (p.first_sequence + tile.z) * p.seq_len; // its first token
+    let sequence = (p.first_sequence + tile.z) * p.seq_len; // its first query
+    let keys = p.start + p.seq_len;
     let first_row = (p.first_tile + tile.x) * 4u * GROUPS;
     let rows = first_row + local.y * 4u + CORNERS;
     // Rows past the end repeat the last, since all threads must reach the barriers; they do not store.
     let tokens = sequence + min(rows, vec4(p.seq_len - 1u));
     let queries = (tokens * p.heads + tile.y) * head_quads;
     let kv_step = p.kv_heads * head_quads;
-    let kv_start = sequence * kv_step + tile.y / (p.heads / p.kv_heads) * head_quads;
+    let kv_start = (p.first_sequence + tile.z) * keys * kv_step + tile.y / (p.heads / p.kv_heads) * head_quads;
     let own_scores = local.y * KEYS;
 
     // The keys that some row of the tile sees.
-    let start = select(0u, first_row + 1u - p.window, first_row + 1u > p.window);
-    let end = min(first_row + 4u * GROUPS, p.seq_len);
+    let first_position = p.start + first_row;
+    let positions = p.start + rows;
+    let start = select(0u, first_position + 1u - p.window, first_position + 1u > p.window);
+    let end = min(first_position + 4u * GROUPS, keys);
 
     var largest = vec4(LOWEST);
     var sum = vec4<f32>();
@@ -103,9 +121,9 @@ fn main(
     for (var first_key = start; first_key < end; first_key += KEYS) {
         for (var slot = part * 8u; slot < KEYS; slot += PARTS * 8u) {
             // Keys past the end repeat the last one; no row sees them, as they lie after it.
-            let key = first_key + slot;
-            let at0 = kv_start + min(key + CORNERS, vec4(p.seq_len - 1u)) * kv_step;
-            let at1 = kv_start + min(key + 4u + CORNERS, vec4(p.seq_len - 1u)) * kv_step;
+            let position = first_key + slot;
+            let at0 = kv_start + min(position + CORNERS, vec4(keys - 1u)) * kv_step;
+            let at1 = kv_start + min(position + 4u + CORNERS, vec4(keys - 1u)) * kv_step;
             var block0 = mat4x4<f32>();
             var block1 = mat4x4<f32>();
             for (var quad = 0u; quad < head_quads; quad++) {
@@ -118,8 +136,8 @@ fn main(
                 block0 += products(of_rows, at0 + quad);
                 block1 += products(of_rows, at1 + quad);
             }
-            keep_visible(own_scores + slot, key, rows, block0);
-            keep_visible(own_scores + slot + 4u, key + 4u, rows, block1);
+            keep_visible(own_scores + slot, position, positions, block0);
+            keep_visible(own_scores + slot + 4u, position + 4u, positions, block1);
         }
         workgroupBarrier();
         let before = largest;
@@ -137,10 +155,10 @@ fn main(
         for (var slot = 0u; slot < count; slot++) {
             let weight = exp(scores[own_scores + slot] - largest);
             sum += weight;
-            sums0 += weighted(v[at], weight);
-            sums1 += weighted(v[at + 1u], weight);
-            sums2 += weighted(v[at + 2u], weight);
-            sums3 += weighted(v[at + 3u], weight);
+            sums0 += weighted(value(at), weight);
+            sums1 += weighted(value(at + 1u), weight);
+            sums2 += weighted(value(at + 2u), weight);
+            sums3 += weighted(value(at + 3u), weight);
             at += kv_step;
         }
         workgroupBarrier();

@@ -2,7 +2,7 @@
 //
 // No workgroup memory and no barriers: what software adapters run best, and the equal of shared
 // tiles on GPUs with large caches. The 4x4 block is the unit: four multiplications of 4x4 matrices
-// for every four steps along k, each loaded by rows of four (see shared/gemm_blocks.wgsl for what
+// for every four steps along k, each loaded by rows of four (see shared/gemm_a.wgsl for what
 // must be aligned).
 //
 // Dispatch: a workgroup writes 64x64 outputs; workgroups count along columns first, unfolded over
@@ -16,7 +16,8 @@
 @group(0) @binding(3) var<storage, read> bias: array<f32>; // [n], read only if has_bias
 @group(0) @binding(4) var<storage, read_write> c: array<f32>; // [m, n], rows c_row apart
 
-#import gemm_blocks
+#import gemm_a
+#import gemm_b
 #import gemm_store
 
 @compute @workgroup_size(8, 8)

@@ -3,7 +3,7 @@
 // A workgroup of THREADS x THREADS writes a tile of 8 THREADS squared outputs; each thread holds
 // four 4x4 blocks of them, half a tile apart so that neighbours read neighbouring words. DEPTH
 // steps along k are brought into workgroup memory at a time: 64 * THREADS * DEPTH bytes. For
-// alignment see shared/gemm_blocks.wgsl.
+// alignment see shared/gemm_a.wgsl.
 //
 // Dispatch: workgroups count along columns first, unfolded over x and y. CPU twin: `cpu` in
 // src/kernels/gemm.rs.
@@ -16,7 +16,8 @@
 @group(0) @binding(3) var<storage, read> bias: array<f32>; // [n], read only if has_bias
 @group(0) @binding(4) var<storage, read_write> c: array<f32>; // [m, n], rows c_row apart
 
-#import gemm_blocks
+#import gemm_a
+#import gemm_b
 #import gemm_store
 
 override THREADS: u32 = 8u;

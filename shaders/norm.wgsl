@@ -1,4 +1,4 @@
-// Adds the sum of squares of each row to a running sum.
+// Adds the sum of squares of each row, or of the differences of two rows, to a running sum.
 //
 // Dispatch: LANES threads per row, 64 in a workgroup, unfolded over x and y.
 // CPU twin: src/kernels/norm.rs.
@@ -13,7 +13,11 @@ struct Params {
 
 @group(0) @binding(0) var<uniform> p: Params;
 @group(0) @binding(1) var<storage, read> x: array<f32>; // [rows, n]
-@group(0) @binding(2) var<storage, read_write> sums: array<f32>; // [rows]
+@group(0) @binding(2) var<storage, read> y: array<f32>; // [rows, n], read only with MINUS
+@group(0) @binding(3) var<storage, read_write> sums: array<f32>; // [rows]
+
+// 1 for the squares of x - y.
+override MINUS: u32 = 0u;
 
 // Squares that one thread adds up before it adds their sum to the others': a sum of sums loses less
 // to rounding than one long sum.
@@ -33,7 +37,10 @@ fn main(
         var part = 0.0;
         let end = min(begin + RUN * LANES, p.n);
         for (var column = begin; column < end; column += LANES) {
-            let value = x[start + column];
+            var value = x[start + column];
+            if MINUS == 1u {
+                value -= y[start + column];
+            }
             part += value * value;
         }
         squares += part;

@@ -22,6 +22,8 @@ pub mod model;
 
 pub mod text;
 
+pub mod generate;
+
 pub mod pipeline;
 
 pub mod eval;

@@ -202,6 +202,43 @@ impl Tensor {
         self.shape.last().copied().unwrap_or(1)
     }
 
+    /// This tensor and then `next`, one after the other along the first dimension.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when they differ in more than their first dimension, or a GPU would have to
+    /// cut a word; [`Error::Device`] when the whole is larger than a tensor may be.
+    pub fn joined(&self, next: &Self) -> Result<Self> {
+        let same = self.elem == next.elem
+            && self.device.same(&next.device)
+            && !self.shape.is_empty()
+            && self.shape.get(1..) == next.shape.get(1..);
+        let whole_words = self.bytes().is_multiple_of(4) && next.bytes().is_multiple_of(4);
+        if !same || (!whole_words && !self.device.is_cpu()) {
+            return Err(Error::Internal(format!("{:?} and {:?} cannot be joined", self.shape, next.shape)));
+        }
+        let mut shape = self.shape.clone();
+        shape[0] += next.shape[0];
+        fn both<T: Clone>(a: &[T], b: &[T]) -> Vec<T> {
+            [a, b].concat()
+        }
+        let data = match (&self.storage, &next.storage) {
+            (Storage::Gpu(a), Storage::Gpu(b)) => {
+                let joined = Self::uninit(&self.device, self.elem, &shape)?;
+                let (to, gpu) = (joined.gpu()?, a.gpu());
+                gpu.copy(a, 0, to, 0, self.bytes() as u64);
+                gpu.copy(b, 0, to, self.bytes() as u64, next.bytes() as u64);
+                return Ok(joined);
+            }
+            (Storage::Host(Host::F32(a)), Storage::Host(Host::F32(b))) => Host::F32(both(a, b)),
+            (Storage::Host(Host::F16(a)), Storage::Host(Host::F16(b))) => Host::F16(both(a, b)),
+            (Storage::Host(Host::BF16(a)), Storage::Host(Host::BF16(b))) => Host::BF16(both(a, b)),
+            (Storage::Host(Host::U32(a)), Storage::Host(Host::U32(b))) => Host::U32(both(a, b)),
+            (Storage::Host(Host::U8(a)), Storage::Host(Host::U8(b))) => Host::U8(both(a, b)),
+            _ => return Err(Error::Internal("tensors of different kinds cannot be joined".into())),
+        };
+        Self::host(&shape, data)
+    }
+
     /// The same elements under another shape.
     ///
     /// # Errors
@@ -225,6 +262,14 @@ impl Tensor {
     /// The host data; an internal error for a tensor of a GPU.
     pub fn host_data(&self) -> Result<&Host> {
         match &self.storage {
+            Storage::Host(data) => Ok(data),
+            Storage::Gpu(_) => Err(Error::Internal("a GPU tensor reached a CPU kernel".into())),
+        }
+    }
+
+    /// The host data, to be changed; an internal error for a tensor of a GPU.
+    pub fn host_data_mut(&mut self) -> Result<&mut Host> {
+        match &mut self.storage {
             Storage::Host(data) => Ok(data),
             Storage::Gpu(_) => Err(Error::Internal("a GPU tensor reached a CPU kernel".into())),
         }

@@ -247,6 +247,61 @@ fn a_plan_tells_what_differs_and_refuses_what_cannot_be() {
 }
 
 #[test]
+fn a_quantized_model_is_compared_with_its_original() {
+    let place = Place::new("llama");
+    succeeds(place.quantize(&["--bits", "3"]));
+    let compare = |more: &[&str]| {
+        let mut program = program();
+        let args = ["compare", "model", "out", "--text", "rows.jsonl", "--device", "cpu", "--prompts", "4"];
+        program.current_dir(place.directory.path()).args(args).args(more).output().unwrap()
+    };
+    let object = json(compare(&["--json"]));
+    let found = &object["comparison"];
+    let number = |value: &serde_json::Value| value.as_f64().unwrap();
+    assert_eq!((&found["rows"], &found["tokens"]), (&16.into(), &(16 * 39).into()));
+    assert!(number(&found["kl"]["value"]) > 1e-5 && number(&found["kl_99"]) > number(&found["kl"]["value"]));
+    assert!(number(&found["blocks"][0]) > 0.0 && object["last_words"].is_null());
+    let ratio = number(&found["perplexity"][1]["value"]) / number(&found["perplexity"][0]["value"]);
+    assert!((number(&found["ratio"]["value"]) / ratio - 1.0).abs() < 1e-6);
+    assert_eq!(object["continuations"]["prompts"], 4);
+    let said = succeeds(compare(&[]));
+    assert!(said.contains("624 predicted tokens (16 samples) on cpu"), "{said}");
+    for line in [
+        "perplexity of b",
+        "mean KL(a ‖ b), nats",
+        "same top token, %",
+        "same greedy tokens of 64",
+        "hidden state after each block",
+    ] {
+        assert!(said.contains(line), "{said}");
+    }
+    fails(compare(&["--passages", "rows.jsonl"]), 3, &["tokenizer.json"]);
+}
+
+#[test]
+fn last_words_are_scored_beside_perplexity() {
+    let directory = tempfile::tempdir().unwrap();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/web/demo/model");
+    let passage = "The Congress of the United States and the President of the United States";
+    std::fs::write(directory.path().join("t.txt"), passage).unwrap();
+    let rows = format!("{{\"text\": \"{passage}\"}}\n{{\"text\": \"one\"}}\n");
+    std::fs::write(directory.path().join("p.jsonl"), rows).unwrap();
+    let eval = |more: &[&str]| {
+        let args = ["eval", model, "--text", "t.txt", "--passages", "p.jsonl", "--device", "cpu"];
+        program().current_dir(directory.path()).args(args).args(more).output().unwrap()
+    };
+    let output = eval(&["--json"]);
+    assert!(String::from_utf8_lossy(&output.stderr).contains("1 rows of p.jsonl are no passages"));
+    let words = &json(output)["last_words"];
+    assert_eq!(words["accuracy"]["value"], 1.0, "{words}");
+    assert!(
+        words["perplexity"].as_f64().unwrap() < 3.0 && words["accuracy"]["interval"].is_null(),
+        "{words}"
+    );
+    assert!(succeeds(eval(&[])).contains("last word right in 100.00 % of 1 passages"));
+}
+
+#[test]
 fn quantize_prints_one_json_object() {
     let place = Place::new("llama");
     let object =

@@ -9,7 +9,9 @@ use std::rc::Rc;
 use common::job::*;
 use common::*;
 use halftone::checkpoint::{DType, Format, GptqLinear};
+use halftone::device::Device;
 use halftone::error::Error;
+use halftone::eval::perplexity;
 use halftone::gptq::scheme::{Preset, Scheme};
 use halftone::model::arch::stages;
 use halftone::pipeline::check::{Findings, Severity, check};
@@ -280,7 +282,13 @@ fn a_head_of_its_own_is_quantized_and_a_tied_one_refused() {
             Format::CompressedTensors => assert_eq!(object["ignore"], json!([])),
             _ => assert_eq!(object["lm_head"], true),
         }
-        let moved = distance(&logits(&stored, &rows), &golden);
+        let scores = logits(&stored, &rows);
+        let moved = distance(&scores, &golden);
+        // A packed head has its own way to a text's loss.
+        let text = segments(&rows).unwrap();
+        let scored = block_on(perplexity(&stored, &text, &Device::Cpu, async |_, _| true)).unwrap();
+        let want = perplexity_of(&rows, &scores);
+        assert!((scored.perplexity / want - 1.0).abs() < 1e-5, "{} is not {want}", scored.perplexity);
         assert!(moved > plain && moved < 2.5 * plain, "{format}: {moved}, with a dense head {plain}");
     }
     let tied = Job { output: lm_head, ..Job::new("qwen2", default4()) };

@@ -21,6 +21,8 @@ struct GemmParams {
     // Where this part of C lies in the whole product.
     row0: u32,
     col0: u32,
-    pad0: u32,
-    pad1: u32,
+    // Of packed weights: slots of a group, groups, rows of words.
+    group: u32,
+    groups: u32,
+    word_rows: u32,
 }

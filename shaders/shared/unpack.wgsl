@@ -4,8 +4,9 @@ const ELEM_F32: u32 = 0u;
 const ELEM_F16: u32 = 1u;
 const ELEM_BF16: u32 = 2u;
 
+// A multiplication, which compilers know to be a shift: SwiftShader takes long to shift.
 fn unpack2_bf16(word: u32) -> vec2<f32> {
-    return vec2<f32>(bitcast<f32>(word << 16u), bitcast<f32>(word & 0xffff0000u));
+    return vec2<f32>(bitcast<f32>(word * 0x10000u), bitcast<f32>(word & 0xffff0000u));
 }
 
 fn unpack2(word: u32, elem: u32) -> vec2<f32> {

@@ -32,6 +32,8 @@ enum What {
     Layer(LayerArgs),
     /// A whole run over a model directory, by step
     Model(ModelArgs),
+    /// Reading a prompt and generating from a dense or quantized model
+    Decode(super::bench_decode::Args),
 }
 
 #[derive(clap::Args)]
@@ -73,10 +75,11 @@ pub async fn run(args: Args) -> Result<()> {
         What::Cholesky(args) => bench_cholesky(args).await,
         What::Layer(args) => bench_layer(args).await,
         What::Model(args) => bench_model(args).await,
+        What::Decode(args) => super::bench_decode::run(args).await,
     }
 }
 
-fn show(json: bool, header: &[&str], rows: Vec<Vec<String>>) {
+pub(super) fn show(json: bool, header: &[&str], rows: Vec<Vec<String>>) {
     if json {
         let objects: Vec<serde_json::Value> = rows
             .iter()

@@ -1,6 +1,6 @@
 //! `halftone eval`: perplexity on a text.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use indicatif::ProgressBar;
@@ -9,9 +9,9 @@ use super::open;
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
 use crate::error::{Error, Result};
-use crate::eval::perplexity;
+use crate::eval::{last_words, perplexity};
 use crate::model::ModelConfig;
-use crate::text::{ModelText, evaluation_segments};
+use crate::text::{ModelText, Passage, evaluation_segments, passages};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -26,6 +26,9 @@ pub struct Args {
     /// Windows or rows to score [default: all]
     #[arg(long, value_name = "N")]
     samples: Option<usize>,
+    /// .jsonl of {"text"} passages whose last word is to be foretold, scored too
+    #[arg(long, value_name = "FILE")]
+    passages: Option<PathBuf>,
     #[command(flatten)]
     device: DeviceArgs,
     /// Print one JSON object
@@ -40,31 +43,71 @@ pub async fn run(args: Args) -> Result<()> {
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
     let file = open::texts(std::slice::from_ref(&args.text))?.remove(0);
     let segments = evaluation_segments(&text, &file, args.seq_len, args.samples)?;
+    let passages = match &args.passages {
+        Some(path) => Some(passages_of(&text, path, args.seq_len)?),
+        None => None,
+    };
     let (stop, bar) = (stop_flag(), ProgressBar::new(0));
-    let result = perplexity(&stored, &segments, &device, async |done, all| {
+    let mut progress = async |done, all| {
         bar.set_length(all as u64);
         bar.set_position(done as u64);
         !stop.load(Ordering::SeqCst)
-    })
-    .await;
+    };
+    let result = perplexity(&stored, &segments, &device, &mut progress).await;
+    let words = match (&result, &passages) {
+        (Ok(_), Some(passages)) => Some(last_words(&[&stored], passages, &device, &mut progress).await),
+        _ => None,
+    };
     bar.finish_and_clear();
     let result = result?;
+    let words = words.transpose()?.map(|mut words| words.remove(0));
     if args.json {
         let text = serde_json::to_string_pretty(&serde_json::json!({
-            "perplexity": result.perplexity, "mean_nll": result.mean_nll, "tokens": result.tokens,
-            "seconds": result.seconds, "device": device.describe(), "text": segments.report,
+            "perplexity": result.perplexity, "interval": result.interval, "mean_nll": result.mean_nll,
+            "tokens": result.tokens, "seconds": result.seconds, "last_words": words,
+            "device": device.describe(), "text": segments.report,
         }))
         .map_err(|error| Error::Internal(error.to_string()))?;
         say!("{text}");
-    } else {
+        return Ok(());
+    }
+    say!(
+        "perplexity {:.4}{} over {} predicted tokens ({} samples) on {} in {:.1} s",
+        result.perplexity,
+        after_space(show_interval(result.interval, 4)),
+        result.tokens,
+        segments.rows.len(),
+        device.describe(),
+        result.seconds
+    );
+    if let (Some(words), Some(passages)) = (words, &passages) {
+        let accuracy = words.accuracy.map(|share| 100.0 * share);
         say!(
-            "perplexity {:.4} over {} predicted tokens ({} samples) on {} in {:.1} s",
-            result.perplexity,
-            result.tokens,
-            segments.rows.len(),
-            device.describe(),
-            result.seconds
+            "last word right in {:.2} %{} of {} passages, perplexity of the last word {:.4}",
+            accuracy.value,
+            after_space(show_interval(accuracy.interval, 2)),
+            passages.len(),
+            words.perplexity
         );
     }
     Ok(())
+}
+
+/// The passages of a file; how many rows are none goes to standard error.
+pub(super) fn passages_of(text: &ModelText, path: &Path, seq_len: usize) -> Result<Vec<Passage>> {
+    let file = open::texts(&[path.to_owned()])?.remove(0);
+    let (found, skipped) = passages(text, &file, seq_len)?;
+    if skipped > 0 {
+        eprintln!("warning: {skipped} rows of {} are no passages: they have fewer than two words", file.name);
+    }
+    Ok(found)
+}
+
+/// The ends of an interval, nothing where there is none.
+pub(super) fn show_interval(interval: Option<[f64; 2]>, digits: usize) -> String {
+    interval.map_or(String::new(), |[low, high]| format!("{low:.digits$} to {high:.digits$}"))
+}
+
+fn after_space(interval: String) -> String {
+    if interval.is_empty() { interval } else { format!(" (95 %: {interval})") }
 }

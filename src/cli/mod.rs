@@ -10,15 +10,20 @@ macro_rules! say {
 
 mod adapters;
 mod bench;
+mod bench_decode;
+mod chat;
+mod compare;
 mod convert;
 mod demo;
 mod eval;
+mod generate;
 mod inspect;
 mod open;
 mod options;
 mod plan;
 mod progress;
 mod quantize;
+mod sampling;
 mod table;
 
 use std::process::ExitCode;
@@ -52,6 +57,12 @@ enum Command {
     Adapters(adapters::Args),
     /// Perplexity of a dense or quantized model on a text
     Eval(eval::Args),
+    /// Compare a quantized model with its original: divergence, agreement, error by block
+    Compare(compare::Args),
+    /// Continue a text with a dense or quantized model
+    Generate(generate::Args),
+    /// Talk with a model that has a chat template
+    Chat(chat::Args),
     /// Quantize the embedded demo model at 4, 3 and 2 bits and compare
     Demo(demo::Args),
     /// Measure kernels and whole runs
@@ -94,6 +105,9 @@ async fn run(command: Command) -> Result<()> {
         Command::Convert(args) => convert::run(args).await,
         Command::Adapters(args) => adapters::run(args).await,
         Command::Eval(args) => eval::run(args).await,
+        Command::Compare(args) => compare::run(args).await,
+        Command::Generate(args) => generate::run(args).await,
+        Command::Chat(args) => chat::run(args).await,
         Command::Demo(args) => demo::run(args).await,
         Command::Bench(args) => bench::run(args).await,
     }

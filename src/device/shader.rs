@@ -22,9 +22,13 @@ pub struct Kernel {
 
 /// The files that `#import name` may name.
 const SHARED: &[(&str, &str)] = &[
-    ("gemm_blocks", include_str!("../../shaders/shared/gemm_blocks.wgsl")),
+    ("gemm_a", include_str!("../../shaders/shared/gemm_a.wgsl")),
+    ("gemm_b", include_str!("../../shaders/shared/gemm_b.wgsl")),
+    ("gemm_packed", include_str!("../../shaders/shared/gemm_packed.wgsl")),
     ("gemm_params", include_str!("../../shaders/shared/gemm_params.wgsl")),
     ("gemm_store", include_str!("../../shaders/shared/gemm_store.wgsl")),
+    ("gemv", include_str!("../../shaders/shared/gemv.wgsl")),
+    ("qcodes", include_str!("../../shaders/shared/qcodes.wgsl")),
     ("reduce", include_str!("../../shaders/shared/reduce.wgsl")),
     ("unpack", include_str!("../../shaders/shared/unpack.wgsl")),
 ];

@@ -1,5 +1,14 @@
-//! How good a model is: perplexity on text.
+//! How good a model is, and how far a quantized one is from its original.
 
-pub mod perplexity;
+mod compare;
+mod continuations;
+mod interval;
+mod pass;
+mod perplexity;
+mod places;
 
+pub use compare::{Comparison, compare};
+pub use continuations::{Continuations, continuations};
+pub use interval::Estimate;
 pub use perplexity::{Perplexity, perplexity};
+pub use places::{LastWords, last_words};

@@ -1,9 +1,10 @@
-//! Perplexity of a dense or quantized checkpoint, a block at a time.
+//! Perplexity of a dense or quantized checkpoint.
 
+use super::interval::Estimate;
+use super::pass::{Pass, STREAM_BYTES, go_on, parts};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernels::rope::RopeTable;
-use crate::model::{Block, Embedding, Head, ModelConfig, Stored};
+use crate::model::{Head, ModelConfig, Stored};
 use crate::pipeline::stream::Batches;
 use crate::text::Segments;
 
@@ -12,6 +13,8 @@ use crate::text::Segments;
 pub struct Perplexity {
     /// exp of the mean negative log-likelihood over all predicted tokens (length − 1 of each row).
     pub perplexity: f64,
+    /// Where it would lie on other text of the kind, 95 % of the time; `None` for a few rows.
+    pub interval: Option<[f64; 2]>,
     /// The mean, in nats.
     pub mean_nll: f64,
     pub tokens: usize,
@@ -21,11 +24,7 @@ pub struct Perplexity {
 /// Tokens of a micro-batch.
 const BATCH_TOKENS: usize = 2048;
 
-/// Bytes of hidden states held between blocks. A longer text goes through the model in parts, each of
-/// which reads the weights again: that costs little beside the products of so many tokens.
-const STREAM_BYTES: usize = 256 << 20;
-
-/// Scores `segments` row by row. Only one block's weights are in memory at a time.
+/// Scores `segments` row by row.
 ///
 /// `progress` hears the blocks done and their number, once for each micro-batch, and stops the
 /// evaluation by returning false; it may take its time.
@@ -51,81 +50,61 @@ async fn in_parts(
     let begun = web_time::Instant::now();
     let config = ModelConfig::parse(stored.checkpoint.config())?;
     let longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
-    let rope = config.rope.table(device, config.head_dim, longest)?;
-    let fitting = stream_bytes / (4 * config.hidden_size * longest.max(1));
-    let parts: Vec<&[Vec<u32>]> = segments.rows.chunks(fitting.max(1)).collect();
-    let (mut sum, mut tokens) = (0f64, 0);
+    let parts = parts(&segments.rows, longest, config.hidden_size, stream_bytes);
+    let mut sums = Vec::with_capacity(segments.rows.len());
     for (part, rows) in parts.iter().enumerate() {
         let steps = config.layers + 1;
         let all = parts.len() * steps;
         let mut step = async |done| go_on(progress(part * steps + done, all).await);
-        let (part_sum, part_tokens) = score(stored, &config, &rope, rows, device, &mut step).await?;
-        sum += part_sum;
-        tokens += part_tokens;
+        sums.extend(score(stored, &config, rows, device, &mut step).await?);
     }
-    let mean_nll = sum / tokens.max(1) as f64;
-    if !mean_nll.is_finite() {
+    let mean = Estimate::of_rows(&sums);
+    if !mean.value.is_finite() {
         return Err(Error::numeric(
             stored.checkpoint.source().describe(),
             "the model's predictions are not finite",
             "The weights are damaged or overflow in 32-bit arithmetic",
         ));
     }
-    Ok(Perplexity { perplexity: mean_nll.exp(), mean_nll, tokens, seconds: begun.elapsed().as_secs_f64() })
+    let perplexity = mean.map(f64::exp);
+    Ok(Perplexity {
+        perplexity: perplexity.value,
+        interval: perplexity.interval,
+        mean_nll: mean.value,
+        tokens: sums.iter().map(|row| row.1).sum(),
+        seconds: begun.elapsed().as_secs_f64(),
+    })
 }
 
-/// Σ negative log-likelihood of some rows in nats, and how many tokens were predicted. `step` hears the
-/// blocks done.
+/// Of each row the sum of its negative log-likelihoods in nats, and how many tokens were predicted.
+/// `step` hears the blocks done.
 async fn score(
     stored: &Stored,
     config: &ModelConfig,
-    rope: &RopeTable,
     rows: &[Vec<u32>],
     device: &Device,
     step: &mut impl AsyncFnMut(usize) -> Result<()>,
-) -> Result<(f64, usize)> {
+) -> Result<Vec<(f64, usize)>> {
     let batches = Batches::new(rows, BATCH_TOKENS);
-    let ids: Vec<u32> = rows.iter().flatten().copied().collect();
-    let embedding = Embedding::load_rows(config, stored, device, ids).await?;
-    let mut stream = batches.embed(&embedding, device, true).await?;
-    drop(embedding);
+    let mut pass = Pass::begin(stored, config, &batches, device).await?;
     for layer in 0..config.layers {
-        let block = Block::load(config, layer, stored, device).await?;
-        for batch in 0..batches.len() {
-            step(layer).await?;
-            let Some(mut h) = stream.take(batch)? else { continue };
-            block.forward(&mut h, batches.get(batch).seq_len, rope)?;
-            stream.put(batch, h).await?;
-            device.settle().await?;
-        }
+        pass.block(layer, &mut async || step(layer).await).await?;
     }
     let head = Head::load(config, stored, device).await?;
-    let (mut sum, mut tokens) = (0f64, 0);
+    let mut sums = Vec::with_capacity(rows.len());
     for batch in 0..batches.len() {
         step(config.layers).await?;
-        let Some(h) = stream.take(batch)? else { continue };
+        let h = pass.take(batch)?;
         let (ids, seq_len) = (&batches.get(batch).ids, batches.get(batch).seq_len);
         // The last row of a sequence predicts a token that is not there; its target is any.
         let targets: Vec<u32> = (0..ids.len()).map(|i| ids[(i + 1) % ids.len()]).collect();
         let nll = head.nll(&h, &targets).await?;
-        for (i, nll) in nll.into_iter().enumerate() {
-            if i % seq_len + 1 < seq_len {
-                sum += f64::from(nll);
-                tokens += 1;
-            }
-        }
+        sums.extend(nll.chunks(seq_len).map(|nll| {
+            let predicted = &nll[..seq_len - 1];
+            (predicted.iter().map(|&nll| f64::from(nll)).sum::<f64>(), predicted.len())
+        }));
     }
-    Ok((sum, tokens))
-}
-
-fn go_on(wanted: bool) -> Result<()> {
-    match wanted {
-        true => Ok(()),
-        false => Err(Error::Interrupted {
-            place: "during the evaluation".into(),
-            advice: "it keeps nothing; start it again".into(),
-        }),
-    }
+    Ok(sums)
 }
 
 #[cfg(test)]

@@ -5,12 +5,15 @@
 //! scores of a tile of query rows, the GPU those of a few keys (online softmax, Milakov and
 //! Gimelshein 2018, arXiv 1805.02867).
 
+use half::f16;
+
+use super::attention_row;
 use super::matmul::{Product, Strided, Values, matmul};
 use super::parallel::for_chunks;
 use super::simd::{exp_and_sum, largest, multiversion};
 use crate::device::{Device, host};
 use crate::error::{Error, Result};
-use crate::tensor::{Elem, Tensor};
+use crate::tensor::{Elem, Host, Tensor};
 
 /// The shape of an attention layer.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -25,22 +28,36 @@ pub struct Attention {
     pub window: Option<usize>,
 }
 
+impl Attention {
+    /// Of query heads.
+    fn width(&self) -> usize {
+        self.heads * self.head_dim
+    }
+
+    /// Of key heads.
+    fn kv_width(&self) -> usize {
+        self.kv_heads * self.head_dim
+    }
+
+    fn is_sound(&self) -> bool {
+        self.kv_heads > 0 && self.heads.is_multiple_of(self.kv_heads) && self.window != Some(0)
+    }
+}
+
 /// Attention over sequences of `seq_len` tokens stacked in rows: q [tokens, heads · head_dim],
 /// k and v [tokens, kv_heads · head_dim], result [tokens, heads · head_dim], all f32.
 ///
 /// # Errors
 /// [`Error::Internal`] when the shapes do not fit.
 pub fn causal(q: &Tensor, k: &Tensor, v: &Tensor, shape: &Attention, seq_len: usize) -> Result<Tensor> {
-    let Attention { heads, kv_heads, head_dim, window, .. } = *shape;
     let tokens = q.rows();
-    let fits = kv_heads > 0
-        && heads.is_multiple_of(kv_heads)
+    let fits = shape.is_sound()
         && seq_len > 0
         && tokens.is_multiple_of(seq_len)
-        && window != Some(0)
-        && q.shape() == [tokens, heads * head_dim]
-        && k.shape() == [tokens, kv_heads * head_dim]
+        && q.shape() == [tokens, shape.width()]
+        && k.shape() == [tokens, shape.kv_width()]
         && v.shape() == k.shape()
+        && [q, k, v].iter().all(|tensor| tensor.elem() == Elem::F32)
         && q.device().same(k.device())
         && q.device().same(v.device());
     if !fits {
@@ -51,38 +68,130 @@ pub fn causal(q: &Tensor, k: &Tensor, v: &Tensor, shape: &Attention, seq_len: us
             v.shape()
         )));
     }
-    let mut out = Tensor::uninit(q.device(), Elem::F32, &[tokens, heads * head_dim])?;
+    let mut out = Tensor::uninit(q.device(), Elem::F32, &[tokens, shape.width()])?;
+    run(&mut out, q, k, v, shape, Extent { seq_len, start: 0 })?;
+    Ok(out)
+}
+
+/// Attention of the last tokens of one sequence over all `len` of it, whose keys and values are the
+/// first rows of a cache: q [tokens, heads · head_dim] at positions `len − tokens..`, k and v
+/// [at least len, kv_heads · head_dim] of f32 or f16, result in `out`, shaped as q.
+///
+/// # Errors
+/// [`Error::Internal`] when the shapes do not fit.
+pub fn cached(
+    out: &mut Tensor,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    shape: &Attention,
+    len: usize,
+) -> Result<()> {
+    let tokens = q.rows();
+    let fits = shape.is_sound()
+        && (1..=len).contains(&tokens)
+        && len <= k.rows()
+        && q.shape() == [tokens, shape.width()]
+        && out.shape() == q.shape()
+        && k.cols() == shape.kv_width()
+        && v.shape() == k.shape()
+        && v.elem() == k.elem()
+        && matches!(k.elem(), Elem::F32 | Elem::F16)
+        && [&*out, k, v].iter().all(|tensor| tensor.device().same(q.device()));
+    if !fits {
+        return Err(Error::Internal(format!(
+            "attention: q {:?} to {:?}, a cache {:?} with {len} tokens, for {shape:?}",
+            q.shape(),
+            out.shape(),
+            k.shape()
+        )));
+    }
+    if tokens <= attention_row::MOST_ROWS {
+        return attention_row::cached(out, q, k, v, shape, len);
+    }
+    run(out, q, k, v, shape, Extent { seq_len: tokens, start: len - tokens })
+}
+
+/// Which queries there are.
+#[derive(Clone, Copy)]
+struct Extent {
+    /// Queries of a sequence.
+    seq_len: usize,
+    /// Keys before its first query.
+    start: usize,
+}
+
+fn run(
+    out: &mut Tensor,
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    shape: &Attention,
+    extent: Extent,
+) -> Result<()> {
     match q.device() {
-        Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, k.f32s()?, v.f32s()?, shape, seq_len),
+        Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, Floats::of(k)?, Floats::of(v)?, shape, extent),
         // A software adapter has few threads, so it rather computes less above the diagonal.
         Device::Gpu(gpu) => {
             let groups = if gpu.summary().software { 8 } else { 16 };
-            gpu::causal(gpu, groups, &out, q, k, v, shape, seq_len)?;
+            return gpu::attend(gpu, groups, out, [q, k, v], shape, extent);
         }
     }
-    Ok(out)
+    Ok(())
+}
+
+/// Keys or values on the host.
+#[derive(Clone, Copy)]
+pub(super) enum Floats<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+}
+
+impl<'a> Floats<'a> {
+    pub fn of(tensor: &'a Tensor) -> Result<Self> {
+        match tensor.host_data()? {
+            Host::F32(values) => Ok(Self::F32(values)),
+            Host::F16(values) => Ok(Self::F16(values)),
+            _ => Err(Error::Internal("attention: keys and values must be f32 or f16".into())),
+        }
+    }
+
+    /// From element `offset` on.
+    fn from(self, offset: usize) -> Values<'a> {
+        match self {
+            Self::F32(values) => Values::F32(&values[offset..]),
+            Self::F16(values) => Values::F16(&values[offset..]),
+        }
+    }
 }
 
 /// Query rows whose scores are held at a time: enough for a matrix product to run well, few enough
 /// that little is computed above the diagonal.
 const TILE: usize = 64;
 
-fn cpu(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, seq_len: usize) {
-    let (width, kv_width) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+fn cpu(out: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, extent: Extent) {
+    let Extent { seq_len, start } = extent;
+    let (width, kv_width) = (shape.width(), shape.kv_width());
     // Tiles own whole rows of the result, so tasks never share memory.
     for_chunks(out, seq_len * width, |sequence, out| {
         let q = &q[sequence * seq_len * width..][..seq_len * width];
-        let k = &k[sequence * seq_len * kv_width..][..seq_len * kv_width];
-        let v = &v[sequence * seq_len * kv_width..][..seq_len * kv_width];
+        let before = sequence * (start + seq_len) * kv_width;
         for_chunks(out, TILE * width, |tile, out| {
-            attend(out, &q[tile * TILE * width..], k, v, shape, tile * TILE);
+            attend(out, &q[tile * TILE * width..], (k, v, before), shape, start + tile * TILE);
         });
     });
 }
 
-/// All heads of the query rows `first..` of one sequence, as many as `out` has. The query heads that
-/// share a key head are stacked into one product.
-fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, first: usize) {
+/// All heads of the queries at positions `first..` of one sequence, as many as `out` has rows; the
+/// sequence's keys and values lie behind `before` elements. The query heads that share a key head are
+/// stacked into one product.
+fn attend(
+    out: &mut [f32],
+    q: &[f32],
+    (k, v, before): (Floats, Floats, usize),
+    shape: &Attention,
+    first: usize,
+) {
     let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
     let (width, kv_width, sharing) = (heads * head_dim, kv_heads * head_dim, heads / kv_heads);
     let rows = out.len() / width;
@@ -99,14 +208,14 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
         for (at, stacked) in stacked.chunks_exact_mut(head_dim).enumerate() {
             stacked.copy_from_slice(&q[piece(at / rows, at % rows)..][..head_dim]);
         }
-        let kv_offset = start * kv_width + kv_head * head_dim;
-        let rows_of = |values, ld| Strided { values: Values::F32(values), row: ld, col: 1 };
+        let kv_offset = before + start * kv_width + kv_head * head_dim;
+        let rows_of = |values, ld| Strided { values, row: ld, col: 1 };
         let scored = Product {
             m: sharing * rows,
             n: keys,
             k: head_dim,
-            a: rows_of(&stacked, head_dim),
-            b: rows_of(&k[kv_offset..], kv_width).t(),
+            a: rows_of(Values::F32(&stacked), head_dim),
+            b: rows_of(k.from(kv_offset), kv_width).t(),
             alpha: scale,
             beta: 0.0,
             bias: None,
@@ -125,8 +234,8 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             m: sharing * rows,
             n: head_dim,
             k: keys,
-            a: rows_of(&scores, keys),
-            b: rows_of(&v[kv_offset..], kv_width),
+            a: rows_of(Values::F32(&scores), keys),
+            b: rows_of(v.from(kv_offset), kv_width),
             alpha: 1.0,
             beta: 0.0,
             bias: None,
@@ -164,6 +273,7 @@ mod gpu {
     #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
     struct Params {
         seq_len: u32,
+        start: u32,
         heads: u32,
         kv_heads: u32,
         first_tile: u32,
@@ -182,25 +292,24 @@ mod gpu {
     pub const KERNELS: &[Registered] = &[(&ATTENTION, size_of::<Params>())];
 
     /// `groups`: how many fours of query rows a workgroup has at most, if its 64 threads suffice.
-    #[expect(clippy::too_many_arguments, reason = "the operation's own six, and where and how it runs")]
-    pub fn causal(
+    pub fn attend(
         gpu: &Gpu,
         groups: usize,
         out: &Tensor,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        [q, k, v]: [&Tensor; 3],
         shape: &Attention,
-        seq_len: usize,
+        extent: Extent,
     ) -> Result<()> {
+        let Extent { seq_len, start } = extent;
         let parts = whole_quads("attention", "head_dim", shape.head_dim, 16)? as usize / 4;
         let groups = (64 / parts).clamp(1, groups);
         let keys = 8 * parts.max(4);
         let rows = 4 * groups;
         let tiles = seq_len.div_ceil(rows);
         let sequences = q.rows() / seq_len;
-        let window = shape.window.map_or(seq_len, |window| window.min(seq_len));
-        let visited = window.min(seq_len / 2) + rows;
+        let all_keys = start + seq_len;
+        let window = shape.window.map_or(all_keys, |window| window.min(all_keys));
+        let visited = window.min(start + seq_len / 2) + rows;
         let per_sequence = 4.0 * (visited * tiles * rows) as f64 * q.cols() as f64;
         // A submit holds several sequences, or a part of one.
         let together = ((gpu.submit_budget() / per_sequence) as usize).clamp(1, sequences.max(1));
@@ -210,6 +319,7 @@ mod gpu {
             for first_tile in (0..tiles).step_by(tile_step) {
                 let params = Params {
                     seq_len: seq_len as u32,
+                    start: start as u32,
                     heads: shape.heads as u32,
                     kv_heads: shape.kv_heads as u32,
                     first_tile: first_tile as u32,
@@ -221,7 +331,12 @@ mod gpu {
                 let part = tile_step.min(tiles - first_tile);
                 gpu.dispatch(
                     &ATTENTION,
-                    &[("PARTS", parts as f64), ("GROUPS", groups as f64), ("KEYS", keys as f64)],
+                    &[
+                        ("ELEM", k.elem().shader_constant()),
+                        ("PARTS", parts as f64),
+                        ("GROUPS", groups as f64),
+                        ("KEYS", keys as f64),
+                    ],
                     &[q.gpu()?, k.gpu()?, v.gpu()?, out.gpu()?],
                     bytemuck::bytes_of(&params),
                     [part as u32, shape.heads as u32, count as u32],
@@ -326,7 +441,7 @@ mod tests {
         let want = causal(&q, &k, &v, &shape, 150).unwrap();
         let (q, k, v) = inputs(&device);
         let out = Tensor::uninit(&device, Elem::F32, &[300, 64]).unwrap();
-        super::gpu::causal(gpu, 16, &out, &q, &k, &v, &shape, 150).unwrap();
+        super::gpu::attend(gpu, 16, &out, [&q, &k, &v], &shape, Extent { seq_len: 150, start: 0 }).unwrap();
         let got = pollster::block_on(out.to_f32()).unwrap();
         assert!(relative_error(&got, want.f32s().unwrap()) < 5e-6);
     }

@@ -23,9 +23,9 @@ const TILE_VOCAB: usize = 4096;
 ///
 /// # Errors
 /// [`Error::Text`] when a target is not below vocab; [`Error::Internal`] when shapes do not fit.
-pub async fn nll(hidden: &Tensor, head: &[Tensor], targets: &[u32]) -> Result<Vec<f32>> {
+pub async fn nll(hidden: &Tensor, head: &[&Tensor], targets: &[u32]) -> Result<Vec<f32>> {
     let (tokens, device) = (hidden.rows(), hidden.device());
-    let vocab: usize = head.iter().map(Tensor::rows).sum();
+    let vocab: usize = head.iter().map(|chunk| chunk.rows()).sum();
     if targets.len() != tokens || head.iter().any(|chunk| chunk.cols() != hidden.cols()) {
         return Err(Error::Internal(format!(
             "cross_entropy: {:?}, {} targets",
@@ -205,7 +205,7 @@ mod tests {
                     .unwrap()
             })
             .into();
-        let got = pollster::block_on(nll(&hidden, &chunks, &targets)).unwrap();
+        let got = pollster::block_on(nll(&hidden, &[&chunks[0], &chunks[1]], &targets)).unwrap();
         let error = relative_error(&got, &want);
         assert!(error < 1e-6, "{error:e}");
     }

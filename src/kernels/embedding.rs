@@ -17,14 +17,14 @@ const PIECE: usize = 32;
 /// # Errors
 /// [`Error::Text`] when an id is not below vocab; [`Error::Internal`] when the chunks do not fit
 /// together.
-pub fn gather(table: &[Tensor], ids: &[u32]) -> Result<Tensor> {
+pub fn gather(table: &[&Tensor], ids: &[u32]) -> Result<Tensor> {
     let first = table.first().ok_or_else(|| Error::Internal("embedding: no table".into()))?;
     let (device, cols, elem) = (first.device(), first.cols(), first.elem());
-    let alike = |t: &Tensor| t.cols() == cols && t.elem() == elem && t.device().same(device);
+    let alike = |t: &&Tensor| t.cols() == cols && t.elem() == elem && t.device().same(device);
     if cols == 0 || !table.iter().all(alike) {
         return Err(Error::Internal("embedding: chunks of different kinds".into()));
     }
-    let vocab: usize = table.iter().map(Tensor::rows).sum();
+    let vocab: usize = table.iter().map(|chunk| chunk.rows()).sum();
     if let Some(position) = ids.iter().position(|&id| id as usize >= vocab) {
         return Err(Error::text(
             format!("token {position}"),
@@ -40,7 +40,7 @@ pub fn gather(table: &[Tensor], ids: &[u32]) -> Result<Tensor> {
     Ok(rows)
 }
 
-fn cpu(rows: &mut Tensor, table: &[Tensor], ids: &[u32]) -> Result<()> {
+fn cpu(rows: &mut Tensor, table: &[&Tensor], ids: &[u32]) -> Result<()> {
     let cols = rows.cols();
     let mut chunks = Vec::with_capacity(table.len());
     for chunk in table {
@@ -98,7 +98,7 @@ mod gpu {
     /// For [`crate::kernels::registry`].
     pub const KERNELS: &[Registered] = &[(&EMBEDDING, size_of::<Params>())];
 
-    pub fn gather(gpu: &Gpu, rows: &Tensor, table: &[Tensor], ids: &[u32]) -> Result<()> {
+    pub fn gather(gpu: &Gpu, rows: &Tensor, table: &[&Tensor], ids: &[u32]) -> Result<()> {
         let row_quads = whole_quads("embedding", "row", rows.cols(), 4)?;
         let id_buffer = Tensor::from_u32(rows.device(), &[ids.len()], ids.to_vec())?;
         let mut first = 0;
@@ -153,7 +153,7 @@ mod tests {
             let (chunks, values) = table(device, elem);
             let want: Vec<f32> = ids.iter().flat_map(|&id| values[id * 8..][..8].to_vec()).collect();
             let ids: Vec<u32> = ids.iter().map(|&id| id as u32).collect();
-            let got = gather(&chunks, &ids).unwrap();
+            let got = gather(&chunks.iter().collect::<Vec<_>>(), &ids).unwrap();
             assert_eq!(got.shape(), [7, 8]);
             assert_eq!(pollster::block_on(got.to_f32()).unwrap(), want);
         }
@@ -169,7 +169,7 @@ mod tests {
     #[test]
     fn an_id_outside_the_vocabulary_is_refused_by_number() {
         let (chunks, _) = table(&Device::Cpu, Elem::F32);
-        let error = gather(&chunks, &[1, 10]).err().unwrap().to_string();
+        let error = gather(&chunks.iter().collect::<Vec<_>>(), &[1, 10]).err().unwrap().to_string();
         assert!(error.contains("token 1: id 10 is not below the vocabulary size 10"), "{error}");
     }
 }

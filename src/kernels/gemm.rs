@@ -9,7 +9,7 @@ use crate::device::{Device, Gpu};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
 
-mod gpu;
+pub(super) mod gpu;
 mod tuning;
 
 /// A matrix inside a tensor: `rows × cols` as it takes part in the product, that is after
@@ -185,14 +185,18 @@ fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower
 
 // A matrix without rows may lie at the end of its tensor and beyond.
 fn strided<'a>(mat: Mat<'a>) -> Result<Strided<'a>> {
-    let values = match mat.tensor.host_data()? {
-        Host::F32(v) => Values::F32(v.get(mat.offset..).unwrap_or_default()),
-        Host::F16(v) => Values::F16(v.get(mat.offset..).unwrap_or_default()),
-        Host::BF16(v) => Values::BF16(v.get(mat.offset..).unwrap_or_default()),
-        Host::U32(_) | Host::U8(_) => return Err(Error::Internal("gemm: operands must be floats".into())),
-    };
     let (row, col) = if mat.transposed { (1, mat.ld) } else { (mat.ld, 1) };
-    Ok(Strided { values, row, col })
+    Ok(Strided { values: values(mat.tensor, mat.offset)?, row, col })
+}
+
+/// The elements of a host tensor of floats from `offset` on.
+pub(super) fn values(tensor: &Tensor, offset: usize) -> Result<Values<'_>> {
+    Ok(match tensor.host_data()? {
+        Host::F32(v) => Values::F32(v.get(offset..).unwrap_or_default()),
+        Host::F16(v) => Values::F16(v.get(offset..).unwrap_or_default()),
+        Host::BF16(v) => Values::BF16(v.get(offset..).unwrap_or_default()),
+        Host::U32(_) | Host::U8(_) => return Err(Error::Internal("gemm: operands must be floats".into())),
+    })
 }
 
 #[cfg(test)]

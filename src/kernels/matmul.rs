@@ -13,7 +13,8 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::parallel::{for_chunks, threads};
-use super::simd::multiversion;
+use super::qmatmul::cpu as packed;
+use super::simd::{multiversion, prefetch};
 use crate::device::host;
 
 /// Elements of a matrix by strides: element (i, j) is `values[i·row + j·col]`.
@@ -37,6 +38,20 @@ pub enum Values<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     BF16(&'a [bf16]),
+    /// The transpose of a packed weight, as B only: strides mean nothing, the depth counts its slots.
+    Packed(packed::Weight<'a>),
+}
+
+impl Values<'_> {
+    /// Without the first `offset` elements; a packed weight has none to leave out.
+    pub fn from(self, offset: usize) -> Self {
+        match self {
+            Self::F32(values) => Self::F32(&values[offset..]),
+            Self::F16(values) => Self::F16(&values[offset..]),
+            Self::BF16(values) => Self::BF16(&values[offset..]),
+            Self::Packed(_) => self,
+        }
+    }
 }
 
 /// What C = α·A·B + β·C (+ bias) needs besides C.
@@ -147,7 +162,7 @@ impl Part<'_> {
                         continue;
                     }
                     let out = &mut c[i * ldc + j..];
-                    prefetch(out, ldc, height, width);
+                    prefetch_tile(out, ldc, height, width);
                     self.kernel.run(kc, a, b, &mut tile);
                     finish_tile(out, ldc, &tile, (nr, height, width), &self.product, j, pc == 0);
                 }
@@ -158,19 +173,14 @@ impl Part<'_> {
 
 /// Asks for a tile of C while its sums are still being made: they are ready sooner than memory is.
 #[inline(always)]
-fn prefetch(c: &[f32], ldc: usize, height: usize, width: usize) {
-    #[cfg(target_arch = "x86_64")]
+fn prefetch_tile(c: &[f32], ldc: usize, height: usize, width: usize) {
+    const LINE: usize = 16;
     for row in c.chunks(ldc).take(height) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
-        const LINE: usize = 16;
         let last = width.min(row.len()).saturating_sub(1);
         for at in (0..last).step_by(LINE).chain([last]) {
-            // SAFETY: a hint about memory that the slice owns; every x86-64 has the instruction.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().add(at).cast()) };
+            prefetch(row.as_ptr().wrapping_add(at));
         }
     }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (c, ldc, height, width);
 }
 
 multiversion! {
@@ -286,6 +296,9 @@ multiversion! {
         if lanes.len() < width {
             out.fill(0.0);
         }
+        if let Values::Packed(weight) = source.values {
+            return packed::widen(weight, out, width, lanes, depth);
+        }
         #[cfg(target_arch = "x86_64")]
         if source.col == 1
             && lanes.len().is_multiple_of(SIDE)
@@ -299,7 +312,7 @@ multiversion! {
             match source.values {
                 Values::F32(v) => return unsafe { x86::turn_f32(out, width, &v[from..end], source.row, shape) },
                 Values::BF16(v) => return unsafe { x86::turn_bf16(out, width, &v[from..end], source.row, shape) },
-                Values::F16(_) => {}
+                Values::F16(_) | Values::Packed(_) => {}
             }
         }
         match source.values {
@@ -318,6 +331,7 @@ multiversion! {
             Values::F16(values) => copy_strip(out, width, source, lanes, depth, |from, out| {
                 values[from..from + out.len()].convert_to_f32_slice(out);
             }),
+            Values::Packed(_) => {}
         }
     }
 }

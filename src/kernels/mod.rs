@@ -4,26 +4,36 @@
 //! The CPU twin is the reference that the kernel is tested against, and a backend of its own.
 
 pub mod add;
+pub mod append;
 pub mod attention;
+mod attention_row;
 pub mod cholesky;
 pub mod columns;
 pub mod cross_entropy;
 mod cut;
 pub mod dequant;
+pub mod divergence;
 pub mod embedding;
 pub mod gemm;
+pub mod gemv;
+pub mod input;
 pub mod matmul;
 pub mod norm;
 mod parallel;
+pub mod peak;
+pub mod penalize;
+pub mod qmatmul;
 pub mod registry;
 pub mod rmsnorm;
 pub mod rope;
 pub mod scales;
 pub mod selftest;
 mod simd;
+mod sums;
 pub mod sweep;
 pub mod swiglu;
 pub mod symmetric;
+pub mod topk;
 
 #[cfg(test)]
 pub(crate) mod testing;

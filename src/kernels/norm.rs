@@ -1,4 +1,4 @@
-//! Σx² of each row, for losses.
+//! Σx² of each row, for losses, and Σ(x−y)², for distances.
 
 use super::cut::lanes;
 use super::parallel::for_chunks;
@@ -23,7 +23,28 @@ pub fn add_squares(x: &Tensor, sums: &mut Tensor) -> Result<()> {
             });
             Ok(())
         }
-        Device::Gpu(gpu) => gpu::add_squares(&gpu, lanes(&gpu, x.cols()), x, sums),
+        Device::Gpu(gpu) => gpu::add(&gpu, lanes(&gpu, x.cols()), x, None, sums),
+    }
+}
+
+/// Adds Σ_j (x[r][j] − y[r][j])² to `sums` f32 [rows].
+///
+/// # Errors
+/// [`Error::Internal`] when shapes do not fit.
+pub fn add_squared_differences(x: &Tensor, y: &Tensor, sums: &mut Tensor) -> Result<()> {
+    if sums.len() != x.rows() || x.shape() != y.shape() || !x.device().same(y.device()) {
+        return Err(Error::Internal(format!("norm: {:?} and {:?}", x.shape(), y.shape())));
+    }
+    match x.device().clone() {
+        Device::Cpu => {
+            let (x, y, n) = (x.f32s()?, y.f32s()?, x.cols());
+            for_chunks(sums.f32s_mut()?, 1, |row, sum| {
+                let pairs = x[row * n..][..n].iter().zip(&y[row * n..][..n]);
+                sum[0] += pairs.map(|(&x, &y)| (f64::from(x) - f64::from(y)).powi(2)).sum::<f64>() as f32;
+            });
+            Ok(())
+        }
+        Device::Gpu(gpu) => gpu::add(&gpu, lanes(&gpu, x.cols()), x, Some(y), sums),
     }
 }
 
@@ -46,19 +67,20 @@ mod gpu {
     const NORM: Kernel = Kernel {
         name: "norm",
         source: include_str!("../../shaders/norm.wgsl"),
-        bindings: &[Access::Read, Access::ReadWrite],
+        bindings: &[Access::Read, Access::Read, Access::ReadWrite],
     };
 
     pub const KERNELS: &[Registered] = &[(&NORM, size_of::<Params>())];
 
-    pub fn add_squares(gpu: &Gpu, lanes: usize, x: &Tensor, sums: &mut Tensor) -> Result<()> {
+    pub fn add(gpu: &Gpu, lanes: usize, x: &Tensor, y: Option<&Tensor>, sums: &mut Tensor) -> Result<()> {
+        let minus = f64::from(u8::from(y.is_some()));
         let cost = ELEMENT * x.cols() as f64;
         for rows in ranges(gpu, x.rows(), cost) {
             let params = Params { n: x.cols() as u32, first: rows.start as u32, end: rows.end as u32 };
             gpu.dispatch(
                 &NORM,
-                &[("LANES", lanes as f64)],
-                &[x.gpu()?, sums.gpu()?],
+                &[("LANES", lanes as f64), ("MINUS", minus)],
+                &[x.gpu()?, y.unwrap_or(x).gpu()?, sums.gpu()?],
                 bytemuck::bytes_of(&params),
                 gpu.unfold((rows.len() * lanes).div_ceil(GROUP)),
                 cost * rows.len() as f64,
@@ -93,12 +115,30 @@ mod tests {
                 let Device::Gpu(gpu) = device else { continue };
                 // A software adapter takes one thread per row; hardware shares rows.
                 for lanes in [4, 64] {
-                    run(&|x, sums| super::gpu::add_squares(gpu, lanes, x, sums));
+                    run(&|x, sums| super::gpu::add(gpu, lanes, x, None, sums));
                 }
                 gpu.set_submit_budget(2.0 * 64.0 * n as f64);
                 run(&|x, sums| add_squares(x, sums));
                 gpu.set_submit_budget(1e9);
             }
+        }
+    }
+
+    #[test]
+    fn both_devices_add_the_squares_of_differences() {
+        let (rows, n) = (7, 45);
+        let (x, y, before) = (noise(rows * n, 1), noise(rows * n, 2), noise(rows, 3));
+        let squares = |row: usize| {
+            (0..n).map(|j| (f64::from(x[row * n + j]) - f64::from(y[row * n + j])).powi(2)).sum::<f64>()
+        };
+        let want: Vec<f32> = (0..rows).map(|row| (f64::from(before[row]) + squares(row)) as f32).collect();
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let tensor = |values: &[f32]| Tensor::from_f32(device, &[rows, n], values.to_vec()).unwrap();
+            let mut sums = Tensor::from_f32(device, &[rows], before.clone()).unwrap();
+            add_squared_differences(&tensor(&x), &tensor(&y), &mut sums).unwrap();
+            let got = pollster::block_on(sums.to_f32()).unwrap();
+            assert!(relative_error(&got, &want) < 1e-6, "{}", device.describe());
+            assert!(add_squared_differences(&tensor(&x), &sums, &mut tensor(&y)).is_err());
         }
     }
 }

@@ -4,8 +4,11 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, attention, cholesky, columns, cross_entropy, dequant, embedding, gemm, norm};
-use super::{rmsnorm, rope, scales, sweep, swiglu, symmetric};
+use super::{
+    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, divergence, embedding,
+    gemm, gemv,
+};
+use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -15,20 +18,28 @@ pub type Registered = (&'static Kernel, usize);
 pub fn registry() -> Vec<Registered> {
     [
         add::KERNELS,
+        append::KERNELS,
         attention::KERNELS,
+        attention_row::KERNELS,
         cholesky::KERNELS,
         columns::KERNELS,
         cross_entropy::KERNELS,
         dequant::KERNELS,
+        divergence::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,
+        gemv::KERNELS,
         norm::KERNELS,
+        peak::KERNELS,
+        penalize::KERNELS,
+        qmatmul::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,
         sweep::KERNELS,
         swiglu::KERNELS,
         symmetric::KERNELS,
+        topk::KERNELS,
     ]
     .concat()
 }

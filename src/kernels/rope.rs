@@ -37,6 +37,11 @@ impl RopeTable {
     pub fn head_dim(&self) -> usize {
         self.table.cols()
     }
+
+    /// [positions, head_dim]: cosines, then sines.
+    pub(super) fn tensor(&self) -> &Tensor {
+        &self.table
+    }
 }
 
 /// Turns every head of `x` [tokens, heads · head_dim] (f32) by its token's position. Rows are
@@ -76,7 +81,8 @@ pub fn apply(x: &mut Tensor, table: &RopeTable, seq_len: usize, start: usize) ->
 }
 
 multiversion! {
-    fn turn(row: &mut [f32], table: &[f32]) {
+    /// Turns every head of a row by the angles of its position.
+    pub(super) fn turn(row: &mut [f32], table: &[f32]) {
         let half = table.len() / 2;
         let (cos, sin) = table.split_at(half);
         for head in row.chunks_exact_mut(table.len()) {

@@ -4,7 +4,7 @@ use super::parallel::for_chunks;
 use super::simd::{exp, multiversion};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Elem, Tensor};
 
 /// Elements per piece of parallel work.
 const PIECE: usize = 1 << 14;
@@ -30,6 +30,35 @@ pub fn swiglu(mut gate: Tensor, up: &Tensor) -> Result<Tensor> {
     Ok(gate)
 }
 
+/// silu(gate) · up [tokens, n] of f32 rows [tokens, 2·n] that hold the gate first and up after it, as
+/// one linear layer for both makes them.
+///
+/// # Errors
+/// [`Error::Internal`] when rows have no halves; [`Error::Unsupported`] for an n that is not a
+/// multiple of 4 on a GPU.
+pub fn swiglu_halves(x: &Tensor) -> Result<Tensor> {
+    let n = x.cols() / 2;
+    if n == 0 || !x.cols().is_multiple_of(2) {
+        return Err(Error::Internal(format!("swiglu: {:?} has no halves", x.shape())));
+    }
+    let mut y = Tensor::uninit(x.device(), Elem::F32, &[x.rows(), n])?;
+    match x.device() {
+        Device::Cpu => {
+            let x = x.f32s()?;
+            let rows = (PIECE / n).max(1);
+            for_chunks(y.f32s_mut()?, rows * n, |piece, y| {
+                for (y, x) in y.chunks_mut(n).zip(x[piece * rows * 2 * n..].chunks(2 * n)) {
+                    let (gate, up) = x.split_at(n);
+                    y.copy_from_slice(gate);
+                    gated(y, up);
+                }
+            });
+        }
+        Device::Gpu(gpu) => gpu::swiglu_halves(gpu, x, &y)?,
+    }
+    Ok(y)
+}
+
 multiversion! {
     fn gated(gate: &mut [f32], up: &[f32]) {
         for (gate, up) in gate.iter_mut().zip(up) {
@@ -43,8 +72,15 @@ pub use gpu::KERNELS;
 mod gpu {
     use super::*;
     use crate::device::{Access, Gpu, Kernel};
-    use crate::kernels::cut::GROUP;
+    use crate::kernels::cut::{GROUP, whole_quads};
     use crate::kernels::registry::Registered;
+
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        quads: u32,
+        row_quads: u32,
+    }
 
     const SWIGLU: Kernel = Kernel {
         name: "swiglu",
@@ -53,18 +89,27 @@ mod gpu {
     };
 
     /// For [`crate::kernels::registry`].
-    pub const KERNELS: &[Registered] = &[(&SWIGLU, size_of::<u32>())];
+    pub const KERNELS: &[Registered] = &[(&SWIGLU, size_of::<Params>())];
 
     pub fn swiglu(gpu: &Gpu, gate: &Tensor, up: &Tensor) -> Result<()> {
         // The last quad may reach into the padding that every buffer has.
-        let quads = gate.len().div_ceil(4);
+        let quads = gate.len().div_ceil(4) as u32;
+        dispatch(gpu, up, gate, Params { quads, row_quads: 0 })
+    }
+
+    pub fn swiglu_halves(gpu: &Gpu, x: &Tensor, y: &Tensor) -> Result<()> {
+        let row_quads = whole_quads("swiglu", "row", y.cols(), 4)?;
+        dispatch(gpu, x, y, Params { quads: row_quads * y.rows() as u32, row_quads })
+    }
+
+    fn dispatch(gpu: &Gpu, x: &Tensor, y: &Tensor, params: Params) -> Result<()> {
         gpu.dispatch(
             &SWIGLU,
-            &[],
-            &[up.gpu()?, gate.gpu()?],
-            bytemuck::bytes_of(&(quads as u32)),
-            gpu.unfold(quads.div_ceil(GROUP)),
-            10.0 * gate.len() as f64,
+            &[("HALVES", u8::from(params.row_quads > 0).into())],
+            &[x.gpu()?, y.gpu()?],
+            bytemuck::bytes_of(&params),
+            gpu.unfold((params.quads as usize).div_ceil(GROUP)),
+            40.0 * f64::from(params.quads),
         )
     }
 }
@@ -88,6 +133,23 @@ mod tests {
             let up = Tensor::from_f32(device, &[199, 101], up.clone()).unwrap();
             let got = pollster::block_on(swiglu(gate, &up).unwrap().to_f32()).unwrap();
             assert!(relative_error(&got, &want) < 1e-6);
+        }
+    }
+
+    #[test]
+    fn halves_of_rows_give_what_two_tensors_give() {
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            for (rows, n) in [(1, 4), (3, 72), (70, 300)] {
+                let x = noise(rows * 2 * n, 3);
+                let half = |first: usize| {
+                    let part = x.chunks(n).skip(first).step_by(2).flatten().copied().collect();
+                    Tensor::from_f32(device, &[rows, n], part).unwrap()
+                };
+                let want = swiglu(half(0), &half(1)).unwrap();
+                let got = swiglu_halves(&Tensor::from_f32(device, &[rows, 2 * n], x.clone()).unwrap());
+                let [got, want] = [got.unwrap(), want].map(|y| pollster::block_on(y.to_f32()).unwrap());
+                assert_eq!(got, want, "{}: {rows}×{n}", device.describe());
+            }
         }
     }
 }

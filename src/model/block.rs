@@ -21,6 +21,19 @@ use crate::kernels::rope::{self, RopeTable};
 use crate::kernels::swiglu::swiglu;
 use crate::tensor::Tensor;
 
+impl Attention {
+    /// Of layer `layer`.
+    pub(super) fn of(config: &ModelConfig, layer: usize) -> Self {
+        Self {
+            heads: config.heads,
+            kv_heads: config.kv_heads,
+            head_dim: config.head_dim,
+            scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
+            window: config.sliding_window.get(layer).copied().flatten(),
+        }
+    }
+}
+
 /// The weights of one block. Activations are f32; `h` is [tokens, hidden], where tokens are
 /// sequences of equal length stacked in rows.
 pub struct Block {
@@ -76,13 +89,7 @@ impl Block {
             mlp_norm,
             qk_norm: norms.next().zip(norms.next()),
             linears: vec![],
-            shape: Attention {
-                heads: config.heads,
-                kv_heads: config.kv_heads,
-                head_dim: config.head_dim,
-                scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
-                window: config.sliding_window.get(layer).copied().flatten(),
-            },
+            shape: Attention::of(config, layer),
             eps: config.rms_norm_eps,
         })
     }

@@ -8,8 +8,9 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::cross_entropy::nll;
 use crate::kernels::embedding::gather;
+use crate::kernels::input::Input;
 use crate::kernels::rmsnorm::rmsnorm;
-use crate::tensor::Tensor;
+use crate::tensor::{Elem, Tensor};
 
 /// How much of the table is read at a time when only some rows are kept.
 const PIECE_BYTES: usize = 8 << 20;
@@ -82,12 +83,13 @@ impl Embedding {
     /// # Errors
     /// [`Error::Text`] when an id has no row.
     pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        let Some(kept) = &self.kept else { return gather(&self.chunks, ids) };
+        let table: Vec<&Tensor> = self.chunks.iter().collect();
+        let Some(kept) = &self.kept else { return gather(&table, ids) };
         let row = |id: &u32| match kept.binary_search(id) {
             Ok(row) => Ok(row as u32),
             Err(_) => Err(Error::Internal(format!("no embedding was loaded for token id {id}"))),
         };
-        gather(&self.chunks, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
+        gather(&table, &ids.iter().map(row).collect::<Result<Vec<u32>>>()?)
     }
 }
 
@@ -134,15 +136,57 @@ impl Head {
     /// # Errors
     /// [`Error::Device`] when they are more than one tensor may hold.
     pub fn logits(&self, h: &Tensor) -> Result<Tensor> {
-        self.weight.forward(&rmsnorm(h, &self.norm, self.eps)?)
+        let mut logits = Tensor::uninit(h.device(), Elem::F32, &[h.rows(), self.weight.out_features()])?;
+        self.logits_to(&mut logits, h)?;
+        Ok(logits)
+    }
+
+    /// The same into a tensor that is there.
+    pub(super) fn logits_to(&self, logits: &mut Tensor, h: &Tensor) -> Result<()> {
+        self.weight.project(logits, Input::RmsNorm { x: h, weight: &self.norm, eps: self.eps }, false)
+    }
+
+    /// The embedding of a model whose table is the head's weight; see [`Embedding::embed`].
+    pub(super) fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+        gather(&self.weight.chunks()?, ids)
+    }
+
+    /// Bytes that the logits of a token read.
+    pub fn bytes(&self) -> u64 {
+        self.weight.bytes()
     }
 
     /// −ln p(target) in nats for each row of the last block's output; see
     /// [`crate::kernels::cross_entropy::nll`].
     pub async fn nll(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        nll(&rmsnorm(h, &self.norm, self.eps)?, self.weight.chunks(), targets).await
+        if self.weight.is_packed() {
+            return self.nll_of_logits(h, targets).await;
+        }
+        nll(&rmsnorm(h, &self.norm, self.eps)?, &self.weight.chunks()?, targets).await
+    }
+
+    /// The same from logits, some tokens at a time: a packed weight has no rows to go through.
+    async fn nll_of_logits(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
+        let (device, hidden) = (h.device(), h.cols());
+        let values = h.to_f32().await?;
+        let mut losses = Vec::with_capacity(targets.len());
+        for (values, targets) in values.chunks(LOGITS_TOKENS * hidden).zip(targets.chunks(LOGITS_TOKENS)) {
+            let part = Tensor::from_f32(device, &[values.len() / hidden, hidden], values.to_vec())?;
+            let logits = self.logits(&part)?;
+            let cols = logits.cols();
+            for (row, &target) in logits.to_f32().await?.chunks(cols).zip(targets) {
+                let of_target = *row.get(target as usize).ok_or_else(|| outside(target, cols))?;
+                let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let sum: f64 = row.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+                losses.push((sum.ln() + f64::from(largest) - f64::from(of_target)) as f32);
+            }
+        }
+        Ok(losses)
     }
 }
+
+/// Tokens whose logits are in memory together.
+const LOGITS_TOKENS: usize = 64;
 
 fn outside(id: u32, vocab: usize) -> Error {
     Error::text(

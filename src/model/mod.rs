@@ -1,12 +1,14 @@
 //! Llama-like models, a block at a time.
 //!
-//! Nothing here holds a whole model. [`ModelConfig`] says what `config.json` says, [`arch`] names
+//! Only [`Decoder`] holds a whole model, for generation. [`ModelConfig`] says what `config.json` says, [`arch`] names
 //! the tensors and linear layers that follow from it, and [`Embedding`], [`Block`] and [`Head`] are
 //! loaded one by one through [`Weights`].
 
 pub mod arch;
 mod block;
+mod cache;
 mod config;
+mod decoder;
 mod ends;
 mod linear;
 mod rope;
@@ -15,7 +17,9 @@ mod weights;
 
 pub use arch::{LinearSpec, Stage};
 pub use block::Block;
+pub use cache::KvCache;
 pub use config::{Family, ModelConfig};
+pub use decoder::{Decoder, DecoderOptions};
 pub use ends::{Embedding, Head, final_norm};
 pub use linear::Linear;
 pub use rope::{Rope, RopeKind};

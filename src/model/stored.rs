@@ -16,6 +16,7 @@ use crate::tensor::{Elem, Tensor};
 pub struct Stored {
     pub checkpoint: Checkpoint,
     pub quant: Option<QuantConfig>,
+    widened: bool,
 }
 
 impl Stored {
@@ -26,10 +27,16 @@ impl Stored {
     pub async fn open(source: Rc<dyn Source>) -> Result<Self> {
         let checkpoint = Checkpoint::open(source).await?;
         let quant = QuantConfig::of(&checkpoint).await?;
-        Ok(Self { checkpoint, quant })
+        Ok(Self { checkpoint, quant, widened: false })
     }
 
-    /// A quantized layer's weight, widened to f32 on `device`.
+    /// The same with quantized layers widened to f32 when they are loaded, for the memory of a dense
+    /// model: what quantization itself computes with.
+    pub fn widened(self) -> Self {
+        Self { widened: true, ..self }
+    }
+
+    /// A quantized layer on `device`, packed unless asked otherwise.
     async fn quantized(&self, spec: &LinearSpec, config: &QuantConfig, device: &Device) -> Result<Linear> {
         let layer = GptqLinear::read(&self.checkpoint, &spec.module, config).await?;
         if (layer.n, layer.k) != (spec.out_features, spec.in_features) {
@@ -41,6 +48,9 @@ impl Stored {
                 ),
                 "Use the config.json that belongs to the checkpoint",
             ));
+        }
+        if !self.widened {
+            return Linear::packed(&layer, device);
         }
         let weight = layer.dequantize()?;
         let mut chunks = vec![];

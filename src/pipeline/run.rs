@@ -210,7 +210,8 @@ impl Run<'_> {
             self.stored.checkpoint.config_text(),
             &self.plan.quant_config(None)?,
         )?;
-        let done = Stored::open(Rc::new(view)).await?;
+        // As the run computed with them, so that the rest comes out the same.
+        let done = Stored::open(Rc::new(view)).await?.widened();
         for layer in 0..self.journal.blocks_done {
             self.observer.event(Event::Replaying { block: layer });
             let block = Block::load(&self.plan.config, layer, &done, self.device).await?;

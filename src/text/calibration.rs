@@ -9,7 +9,7 @@ use super::rows::{Row, RowFile};
 use super::segments::{Segments, SourceKind, SourceReport};
 use super::tokenizer::check_ids;
 use super::windows::{MIN_TOKENS, consecutive_windows, random_windows};
-use super::{Clock, ModelText, RenderOptions};
+use super::{Clock, ModelText, RenderOptions, error_in};
 use crate::error::{Error, Result};
 
 /// How many samples are drawn when the options do not say.
@@ -314,16 +314,8 @@ fn encode_row(text: &ModelText, row: Row, limit: usize) -> Result<Vec<u32>> {
     }
 }
 
-/// Puts the row in front of what went wrong with it.
-fn error_in(row: &str, error: Error) -> Error {
-    match error {
-        Error::Text { place, problem, advice } => Error::text(row, format!("{place}: {problem}"), advice),
-        other => other,
-    }
-}
-
 /// The content of a file as text, without a byte order mark.
-fn utf8<'a>(name: &str, content: &'a [u8]) -> Result<&'a str> {
+pub(super) fn utf8<'a>(name: &str, content: &'a [u8]) -> Result<&'a str> {
     match std::str::from_utf8(content) {
         Ok(text) => Ok(text.strip_prefix('\u{feff}').unwrap_or(text)),
         Err(error) => {

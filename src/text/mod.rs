@@ -8,10 +8,12 @@ mod calibration;
 mod chat;
 #[cfg(test)]
 mod fixtures;
+mod passages;
 mod pieces;
 mod random;
 mod rows;
 mod segments;
+mod stream;
 mod strftime;
 mod tojson;
 mod tokenizer;
@@ -21,7 +23,10 @@ pub use calibration::{
     DEFAULT_SAMPLES, SegmentOptions, TextFile, calibration_segments, documents, evaluation_segments,
 };
 pub use chat::{ChatTemplate, RenderOptions};
+pub use passages::{Passage, passages};
+pub(crate) use random::SplitMix64;
 pub use segments::{SegmentReport, Segments, SourceKind, SourceReport};
+pub use stream::TextStream;
 pub use strftime::Clock;
 pub use tokenizer::{Tokenizer, check_ids};
 
@@ -89,5 +94,13 @@ async fn read_optional(source: &dyn Source, file: &str) -> Result<Option<Vec<u8>
     match source.size(file) {
         Some(size) => source.read(file, 0..size).await.map(Some),
         None => Ok(None),
+    }
+}
+
+/// Puts the row in front of what went wrong with it.
+fn error_in(row: &str, error: Error) -> Error {
+    match error {
+        Error::Text { place, problem, advice } => Error::text(row, format!("{place}: {problem}"), advice),
+        other => other,
     }
 }

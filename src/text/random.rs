@@ -29,6 +29,11 @@ impl SplitMix64 {
         ((u128::from(self.next()) * bound as u128) >> 64) as usize
     }
 
+    /// A number in 0..1, of 53 bits.
+    pub(crate) fn unit(&mut self) -> f64 {
+        (self.next() >> 11) as f64 / (1u64 << 53) as f64
+    }
+
     /// Fisher and Yates.
     pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
         for last in (1..items.len()).rev() {
@@ -74,5 +79,8 @@ mod tests {
         (0..200).for_each(|_| seen[rng.below(5)] = true);
         assert_eq!(seen, [true; 5]);
         assert_eq!(rng.below(0), 0);
+        let units: Vec<f64> = (0..1000).map(|_| rng.unit()).collect();
+        assert!(units.iter().all(|x| (0.0..1.0).contains(x)));
+        assert!((units.iter().sum::<f64>() / 1000.0 - 0.5).abs() < 0.05);
     }
 }

@@ -280,12 +280,35 @@ class Llama(nn.Module):
 # ---------------------------------------------------------------- training
 
 
-def make_optimizer(model, lr, weight_decay):
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay},
-              {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True)
+class Optimizers:
+    """Muon for the matrices inside the layers, AdamW for the embedding and the norms.
+
+    Muon learns more from a token than AdamW does, and tokens are what this text is
+    short of. Its step is scaled to AdamW's, so that both share one learning rate.
+    """
+
+    def __init__(self, model, lr, weight_decay):
+        inner = [p for p in model.layers.parameters() if p.dim() == 2]
+        norms = [p for p in model.parameters() if p.dim() == 1]
+        self.all = [
+            torch.optim.Muon(inner, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW([{"params": [model.embed_tokens.weight], "weight_decay": weight_decay},
+                               {"params": norms, "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.98), fused=True),
+        ]
+
+    def step(self, lr):
+        for optimizer in self.all:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def state_dict(self):
+        return [optimizer.state_dict() for optimizer in self.all]
+
+    def load_state_dict(self, states):
+        for optimizer, state in zip(self.all, states):
+            optimizer.load_state_dict(state)
 
 
 def draw_batch(streams, length, tokens, moby_share, generator):
@@ -315,7 +338,7 @@ def train(streams, work, args):
     torch.manual_seed(args.seed)
     generator = torch.Generator().manual_seed(args.seed)
     model = Llama(args.dropout)
-    optimizer = make_optimizer(model, args.lr, args.weight_decay)
+    optimizer = Optimizers(model, args.lr, args.weight_decay)
     step, tokens, elapsed, best = 0, 0, 0.0, math.inf
     if args.resume:
         state = torch.load(work / "last.pt")
@@ -350,16 +373,13 @@ def train(streams, work, args):
             break
 
         rate = 0.5 * (1 + math.cos(math.pi * progress)) * min(1, (step + 1) / args.warmup)
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * rate
         # Short windows cost less; the last part of the run learns the long positions.
         length = 256 if progress < args.short else 512
         ids, targets = draw_batch(streams, length, args.batch, args.moby, generator)
         loss = model(ids, targets)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizer.step(args.lr * rate)
         recent.append(loss.item())
         step += 1
         tokens += args.batch
@@ -452,12 +472,12 @@ def main():
     parser.add_argument("--evaluate", action="store_true", help="only measure the exported model")
     parser.add_argument("--minutes", type=float, default=60, help="training time on the clock")
     parser.add_argument("--steps", type=int, help="number of steps, instead of --minutes")
-    parser.add_argument("--every", type=int, default=100, help="steps between held-out losses")
-    parser.add_argument("--batch", type=int, default=4096, help="tokens in a step")
+    parser.add_argument("--every", type=int, default=50, help="steps between held-out losses")
+    parser.add_argument("--batch", type=int, default=8192, help="tokens in a step")
     parser.add_argument("--short", type=float, default=0.75, help="share of the run on 256-token windows")
     parser.add_argument("--moby", type=float, default=0.2, help="share of windows from Moby Dick")
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--warmup", type=int, default=100, help="steps of linear warm-up")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--warmup", type=int, default=60, help="steps of linear warm-up")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=1)

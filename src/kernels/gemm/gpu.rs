@@ -1,34 +1,36 @@
 //! The GPU side of gemm: which kernel serves a product, and how it is cut into dispatches.
 
 use super::{Mat, Scaling, Target};
-use crate::device::{Access, Gpu, Kernel};
+use crate::device::{Access, Gpu, GpuBuffer, Kernel};
 use crate::error::Result;
 use crate::kernels::registry::Registered;
 use crate::tensor::Tensor;
 
 /// `GemmParams` of shaders/shared/gemm_params.wgsl; strides and offsets are in elements.
 #[repr(C)]
-#[derive(Debug, Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[derive(Debug, Clone, Copy, Default, bytemuck::Pod, bytemuck::Zeroable)]
 pub struct Params {
-    m: u32,
-    n: u32,
-    k: u32,
-    tiles_x: u32,
-    a_offset: u32,
-    a_row: u32,
-    a_col: u32,
-    b_offset: u32,
-    b_row: u32,
-    b_col: u32,
-    c_offset: u32,
-    c_row: u32,
-    alpha: f32,
-    beta: f32,
-    has_bias: u32,
-    lower: u32,
-    row0: u32,
-    col0: u32,
-    pad: [u32; 2],
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub tiles_x: u32,
+    pub a_offset: u32,
+    pub a_row: u32,
+    pub a_col: u32,
+    pub b_offset: u32,
+    pub b_row: u32,
+    pub b_col: u32,
+    pub c_offset: u32,
+    pub c_row: u32,
+    pub alpha: f32,
+    pub beta: f32,
+    pub has_bias: u32,
+    pub lower: u32,
+    pub row0: u32,
+    pub col0: u32,
+    pub group: u32,
+    pub groups: u32,
+    pub word_rows: u32,
 }
 
 /// A, B, bias, C.
@@ -41,14 +43,37 @@ pub const REG: Kernel =
 pub const TILE: Kernel =
     Kernel { name: "gemm_tile", source: include_str!("../../../shaders/gemm_tile.wgsl"), bindings: BINDINGS };
 
+/// A, words, grid, bias, C.
+const PACKED_BINDINGS: &[Access] =
+    &[Access::Read, Access::Read, Access::Read, Access::Read, Access::ReadWrite];
+
+/// The same for packed weights.
+pub const PACKED_REG: Kernel = Kernel {
+    name: "qgemm_reg",
+    source: include_str!("../../../shaders/qgemm_reg.wgsl"),
+    bindings: PACKED_BINDINGS,
+};
+pub const PACKED_TILE: Kernel = Kernel {
+    name: "qgemm_tile",
+    source: include_str!("../../../shaders/qgemm_tile.wgsl"),
+    bindings: PACKED_BINDINGS,
+};
+
 /// For [`crate::kernels::registry`].
-pub const KERNELS: &[Registered] =
-    &[(&ANY, size_of::<Params>()), (&REG, size_of::<Params>()), (&TILE, size_of::<Params>())];
+pub const KERNELS: &[Registered] = &[
+    (&ANY, size_of::<Params>()),
+    (&REG, size_of::<Params>()),
+    (&TILE, size_of::<Params>()),
+    (&PACKED_REG, size_of::<Params>()),
+    (&PACKED_TILE, size_of::<Params>()),
+];
 
 /// One way to multiply matrices whose stored rows are aligned to four elements.
 pub struct Variant {
     pub name: &'static str,
     kernel: &'static Kernel,
+    /// Its form for packed weights.
+    packed: &'static Kernel,
     constants: &'static [(&'static str, f64)],
     /// Outputs of one workgroup, in either direction.
     tile: usize,
@@ -56,15 +81,28 @@ pub struct Variant {
 
 /// All of them compute the same; [`super::tune`] finds the fastest.
 pub const VARIANTS: &[Variant] = &[
-    Variant { name: "registers", kernel: &REG, constants: &[], tile: 64 },
-    Variant { name: "tile 64", kernel: &TILE, constants: &[("THREADS", 8.0), ("DEPTH", 16.0)], tile: 64 },
-    Variant { name: "tile 128", kernel: &TILE, constants: &[("THREADS", 16.0), ("DEPTH", 16.0)], tile: 128 },
+    Variant { name: "registers", kernel: &REG, packed: &PACKED_REG, constants: &[], tile: 64 },
+    Variant {
+        name: "tile 64",
+        kernel: &TILE,
+        packed: &PACKED_TILE,
+        constants: &[("THREADS", 8.0), ("DEPTH", 16.0)],
+        tile: 64,
+    },
+    Variant {
+        name: "tile 128",
+        kernel: &TILE,
+        packed: &PACKED_TILE,
+        constants: &[("THREADS", 16.0), ("DEPTH", 16.0)],
+        tile: 128,
+    },
 ];
 
-const UNALIGNED: Variant = Variant { name: "any", kernel: &ANY, constants: &[], tile: 32 };
+const UNALIGNED: Variant =
+    Variant { name: "any", kernel: &ANY, packed: &PACKED_REG, constants: &[], tile: 32 };
 
 /// Before anything is measured: barriers are slow where they are emulated, and pay elsewhere.
-fn variant(gpu: &Gpu) -> &'static Variant {
+pub fn variant(gpu: &Gpu) -> &'static Variant {
     let guess = usize::from(!gpu.summary().software);
     let choice = gpu.tuned(super::CHOICE).map_or(guess, |index| index as usize);
     VARIANTS.get(choice).unwrap_or(&VARIANTS[guess])
@@ -96,39 +134,60 @@ pub fn gemm(
     let bias_buffer = bias.map_or(Ok(a_buffer), Tensor::gpu)?;
     let buffers = [a_buffer, b.tensor.gpu()?, bias_buffer, c.tensor.gpu()?];
 
-    let (rows, cols) = part_of_budget(gpu.submit_budget(), m, n, k, variant.tile);
+    let params = Params {
+        m: m as u32,
+        n: n as u32,
+        k: k as u32,
+        a_offset: a.offset as u32,
+        a_row: a_row as u32,
+        a_col: a_col as u32,
+        b_offset: b.offset as u32,
+        b_row: b_row as u32,
+        b_col: b_col as u32,
+        c_offset: c.offset as u32,
+        c_row: c.ld as u32,
+        alpha: scaling.alpha,
+        beta: scaling.beta,
+        has_bias: bias.is_some().into(),
+        lower: lower.into(),
+        ..Params::default()
+    };
+    in_parts(gpu, variant.kernel, variant.tile, &constants, &buffers, params)
+}
+
+/// Records the dispatches of a product, whose parameters are given as if it were one.
+fn in_parts(
+    gpu: &Gpu,
+    kernel: &Kernel,
+    tile: usize,
+    constants: &[(&str, f64)],
+    buffers: &[&GpuBuffer],
+    whole: Params,
+) -> Result<()> {
+    let (m, n, k) = (whole.m as usize, whole.n as usize, whole.k as usize);
+    let (rows, cols) = part_of_budget(gpu.submit_budget(), m, n, k, tile);
     for row in (0..m).step_by(rows) {
         for col in (0..n).step_by(cols) {
             let (part_m, part_n) = (rows.min(m - row), cols.min(n - col));
-            if lower && row + part_m <= col {
+            if whole.lower != 0 && row + part_m <= col {
                 continue;
             }
-            let (tiles_y, tiles_x) = (part_m.div_ceil(variant.tile), part_n.div_ceil(variant.tile));
+            let (tiles_y, tiles_x) = (part_m.div_ceil(tile), part_n.div_ceil(tile));
             let params = Params {
                 m: part_m as u32,
                 n: part_n as u32,
-                k: k as u32,
                 tiles_x: tiles_x as u32,
-                a_offset: (a.offset + row * a_row) as u32,
-                a_row: a_row as u32,
-                a_col: a_col as u32,
-                b_offset: (b.offset + col * b_col) as u32,
-                b_row: b_row as u32,
-                b_col: b_col as u32,
-                c_offset: (c.offset + row * c.ld + col) as u32,
-                c_row: c.ld as u32,
-                alpha: scaling.alpha,
-                beta: scaling.beta,
-                has_bias: bias.is_some().into(),
-                lower: lower.into(),
+                a_offset: whole.a_offset + row as u32 * whole.a_row,
+                b_offset: whole.b_offset + col as u32 * whole.b_col,
+                c_offset: whole.c_offset + row as u32 * whole.c_row + col as u32,
                 row0: row as u32,
                 col0: col as u32,
-                pad: [0; 2],
+                ..whole
             };
             gpu.dispatch(
-                variant.kernel,
-                &constants,
-                &buffers,
+                kernel,
+                constants,
+                buffers,
                 bytemuck::bytes_of(&params),
                 gpu.unfold(tiles_x * tiles_y),
                 flops(part_m, part_n, k),
@@ -136,6 +195,20 @@ pub fn gemm(
         }
     }
     Ok(())
+}
+
+impl Variant {
+    /// The product of a packed weight; `buffers` are A, words, grid, bias and C.
+    pub fn packed(
+        &self,
+        gpu: &Gpu,
+        constants: &[(&str, f64)],
+        buffers: &[&GpuBuffer],
+        params: Params,
+    ) -> Result<()> {
+        let all = [self.constants, constants].concat();
+        in_parts(gpu, self.packed, self.tile, &all, buffers, params)
+    }
 }
 
 fn flops(m: usize, n: usize, k: usize) -> f64 {

@@ -1,13 +1,11 @@
-// Loads of 4x4 blocks of A [m, k] and B [k, n] for gemm_reg and gemm_tile.
+// Loads of 4x4 blocks of A [m, k], for all forms of gemm that work on blocks.
 //
 // A quad is four consecutive elements of a stored row, counted in fours from the start of the
-// buffer, so offsets and stored rows must be multiples of four elements (m, n and k need not be).
+// buffer, so offsets and stored rows must be multiples of four elements (m and k need not be).
 // A block is four quads. Blocks past the right or lower edge repeat the last row or quad: what is
 // computed from them is not stored.
 
-override ELEM: u32 = 0u;
 override A_TRANSPOSED: bool = false; // A is stored as [k, m]
-override B_TRANSPOSED: bool = false; // B is stored as [n, k]
 
 const CORNERS = vec4<u32>(0u, 1u, 2u, 3u);
 
@@ -26,21 +24,9 @@ fn a_quads(i: u32, l: u32) -> vec4<u32> {
     return quads(p.a_offset, p.a_row, i, p.m - 1u, l, p.k - 1u);
 }
 
-// B[l.., j..]
-fn b_quads(l: u32, j: u32) -> vec4<u32> {
-    if B_TRANSPOSED {
-        return quads(p.b_offset, p.b_col, j, p.n - 1u, l, p.k - 1u);
-    }
-    return quads(p.b_offset, p.b_row, l, p.k - 1u, j, p.n - 1u);
-}
-
 // How far a block's quads move for four steps along k.
 fn a_quad_step() -> vec4<u32> {
     return vec4(select(1u, p.a_col, A_TRANSPOSED));
-}
-
-fn b_quad_step() -> vec4<u32> {
-    return vec4(select(p.b_row, 1u, B_TRANSPOSED));
 }
 
 // The transpose of a block of A: column r is A[i + r, l..].
@@ -52,20 +38,7 @@ fn a_block(at: vec4<u32>) -> mat4x4<f32> {
     return block;
 }
 
-fn b_quad(quad: u32) -> vec4<f32> {
-    return unpack4(b[quad_index(quad, ELEM)], quad, ELEM);
-}
-
-// The transpose of a block of B: column r is B[l + r, j..].
-fn b_block(at: vec4<u32>) -> mat4x4<f32> {
-    let block = mat4x4<f32>(b_quad(at.x), b_quad(at.y), b_quad(at.z), b_quad(at.w));
-    if B_TRANSPOSED {
-        return transpose(block);
-    }
-    return block;
-}
-
-// The last block along k, with zeros past the end of k on both sides: what is stored there belongs
+// The last block along k, with zeros past the end of k, on the side of B too: what is stored there belongs
 // to others and may be NaN.
 fn a_edge_block(i: u32, l: u32) -> mat4x4<f32> {
     let inside = vec4(l) + CORNERS < vec4(p.k);
@@ -76,16 +49,5 @@ fn a_edge_block(i: u32, l: u32) -> mat4x4<f32> {
         select(zero, block[1], inside),
         select(zero, block[2], inside),
         select(zero, block[3], inside),
-    );
-}
-
-fn b_edge_block(l: u32, j: u32) -> mat4x4<f32> {
-    let block = b_block(b_quads(l, j));
-    let zero = vec4<f32>();
-    return mat4x4<f32>(
-        select(zero, block[0], l < p.k),
-        select(zero, block[1], l + 1u < p.k),
-        select(zero, block[2], l + 2u < p.k),
-        select(zero, block[3], l + 3u < p.k),
     );
 }
