@@ -13,7 +13,7 @@ use halftone::generate::{Event, Finish, Generator, Options, Sampling};
 use halftone::gptq::scheme::{Choice, Preset, Scheme};
 use halftone::model::{Decoder, DecoderOptions, ModelConfig, Stored};
 use halftone::pipeline::events::Silent;
-use halftone::pipeline::{PlanOptions, RunOptions, make_plan, run};
+use halftone::pipeline::{Output, PlanOptions, RunOptions, make_plan, run};
 use halftone::storage::memory::{MemorySink, MemorySource};
 use halftone::tensor::Elem;
 use halftone::text::{ModelText, SegmentOptions, TextFile, calibration_segments};
@@ -241,6 +241,7 @@ fn quantized(name: &str, scheme: &Scheme) -> Files {
     let rows = rows(16, 40, 1);
     let options = PlanOptions {
         scheme: scheme.clone(),
+        output: Output::default(),
         tokens: 16 * 40,
         longest: 40,
         max_memory: u64::MAX,

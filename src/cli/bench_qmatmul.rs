@@ -6,7 +6,7 @@ use std::time::Instant;
 use super::options::DeviceArgs;
 use super::{bench, open};
 use crate::checkpoint::GptqLinear;
-use crate::checkpoint::gptq::natural_g_idx;
+use crate::checkpoint::linear::natural_g_idx;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::ceiling::ceiling;

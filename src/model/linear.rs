@@ -125,6 +125,11 @@ impl Linear {
         self.parts.iter().map(chunk).collect()
     }
 
+    /// Whether any part of the weight is packed codes.
+    pub fn is_packed(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part.weight, Weight::Packed(_)))
+    }
+
     /// Bytes of the weight and the bias, all of which a product reads.
     pub fn bytes(&self) -> u64 {
         let bytes = |part: &Part| part.weight.bytes() + part.bias.as_ref().map_or(0, Tensor::bytes);
