@@ -273,6 +273,29 @@ fn every_width_grid_and_group_makes_a_model_and_more_bits_lose_less() {
     }
 }
 
+/// Codes are widened on their way into a product; that changes nothing but the last bits.
+#[test]
+fn packed_weights_compute_what_widened_ones_do() {
+    let act_order = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) };
+    let rtn = |bits, sym, group| Scheme { sym, ..Scheme::preset(Preset::Rtn, bits, group) };
+    for (name, scheme) in [
+        ("llama", rtn(4, true, Some(32))),
+        ("qwen2", act_order),
+        ("qwen3", rtn(3, false, Some(32))),
+        ("mistral_sliding", rtn(8, false, None)),
+        ("llama", rtn(2, false, Some(16))),
+    ] {
+        let (rows, _) = expected(name);
+        let (files, _) = Job::new(name, scheme.clone()).run();
+        for device in [Some(Device::Cpu), gpu()].into_iter().flatten() {
+            let packed = logits_on(&device, &open(&files), &rows);
+            let widened = logits_on(&device, &open(&files).widened(), &rows);
+            let moved = distance(&packed, &widened);
+            assert!(moved < 2e-6, "{name} {scheme:?} on {}: {moved:e}", device.describe());
+        }
+    }
+}
+
 #[test]
 fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
     let mut job = Job::new("llama", default4());
