@@ -127,16 +127,20 @@ fn layer(stored: &Stored, module: &str) -> GptqLinear {
 
 /// Logits of `rows`, all of one length.
 fn logits(stored: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
-    let (config, device, seq_len) = (config_of(stored), Device::Cpu, rows[0].len());
+    logits_on(&Device::Cpu, stored, rows)
+}
+
+fn logits_on(device: &Device, stored: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
+    let (config, seq_len) = (config_of(stored), rows[0].len());
     block_on(async {
-        let rope = config.rope.table(&device, config.head_dim, seq_len).unwrap();
-        let embedding = Embedding::load(&config, stored, &device).await.unwrap();
+        let rope = config.rope.table(device, config.head_dim, seq_len).unwrap();
+        let embedding = Embedding::load(&config, stored, device).await.unwrap();
         let mut h = embedding.embed(&rows.concat()).unwrap();
         for layer in 0..config.layers {
-            let block = Block::load(&config, layer, stored, &device).await.unwrap();
+            let block = Block::load(&config, layer, stored, device).await.unwrap();
             block.forward(&mut h, seq_len, &rope).unwrap();
         }
-        let head = Head::load(&config, stored, &device).await.unwrap();
+        let head = Head::load(&config, stored, device).await.unwrap();
         head.logits(&h).unwrap().to_f32().await.unwrap()
     })
 }
@@ -396,6 +400,29 @@ fn every_width_grid_and_group_makes_a_model_and_more_bits_lose_less() {
             );
         }
         assert!(last < 0.01, "8 bits moved the logits by {last}");
+    }
+}
+
+/// Codes are widened on their way into a product; that changes nothing but the last bits.
+#[test]
+fn packed_weights_compute_what_widened_ones_do() {
+    let act_order = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) };
+    let rtn = |bits, sym, group| Scheme { sym, ..Scheme::preset(Preset::Rtn, bits, group) };
+    for (name, scheme) in [
+        ("llama", rtn(4, true, Some(32))),
+        ("qwen2", act_order),
+        ("qwen3", rtn(3, false, Some(32))),
+        ("mistral_sliding", rtn(8, false, None)),
+        ("llama", rtn(2, false, Some(16))),
+    ] {
+        let (rows, _) = expected(name);
+        let (files, _) = Job::new(name, scheme.clone()).run();
+        for device in [Some(Device::Cpu), gpu()].into_iter().flatten() {
+            let packed = logits_on(&device, &open(&files), &rows);
+            let widened = logits_on(&device, &open(&files).widened(), &rows);
+            let moved = distance(&packed, &widened);
+            assert!(moved < 2e-6, "{name} {scheme:?} on {}: {moved:e}", device.describe());
+        }
     }
 }
 

@@ -11,6 +11,7 @@ macro_rules! say {
 mod adapters;
 mod bench;
 mod bench_decode;
+mod bench_qmatmul;
 mod chat;
 mod demo;
 mod eval;

@@ -4,7 +4,9 @@
 //! `Params`; put both into a constant `KERNELS` of that module and that constant into [`registry`].
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
-use super::{add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, embedding};
+use super::{
+    add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant, embedding,
+};
 use super::{
     gemm, gemv, norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk,
 };
@@ -20,6 +22,7 @@ pub fn registry() -> Vec<Registered> {
         append::KERNELS,
         attention::KERNELS,
         attention_row::KERNELS,
+        ceiling::KERNELS,
         cholesky::KERNELS,
         columns::KERNELS,
         cross_entropy::KERNELS,
