@@ -133,7 +133,7 @@ test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
   await page.click('#generate');
   const answers = await texts(page, 2);
   for (const text of answers) assert.match(text, /^The boy.{20}/s);
-  for (const line of await page.locator('.speed').allTextContents()) assert.match(line, /^\d+ tokens read, 24 generated at [\d.]+ tokens\/s/);
+  for (const line of await page.locator('.speed').allTextContents()) assert.match(line, /^\d+ tokens? read, 24 generated at [\d.]+ tokens\/s/);
   // Chance with the same seed is the same.
   await page.fill('[name=temperature]', '1');
   await page.selectOption('[name=which]', 'after');
@@ -212,7 +212,7 @@ test('a conversation with both models', LONG, async () => {
     await page.press('[name=prompt]', 'Enter');
     const said = await texts(page, 2);
     for (const text of said) assert.ok(text.includes(message), text);
-    read.push(...(await page.locator('.speed').allTextContents()).map((line) => Number(line.match(/^(\d+) tokens read/)[1])));
+    read.push(...(await page.locator('.speed').allTextContents()).map((line) => Number(line.match(/^(\d+) tokens? read/)[1])));
   }
   assert.equal(await page.locator('.answer').count(), 4);
   assert.equal(await page.inputValue('[name=prompt]'), '');

@@ -164,7 +164,7 @@ class Side {
     const rate = done.tokens_per_second === null ? '' : ` at ${done.tokens_per_second.toFixed(1)} tokens/s`;
     const read = done.prompt_tokens - done.reused_tokens;
     const prefill = read < WORTH_A_RATE ? '' : ` at ${done.prefill_tokens_per_second.toFixed(1)} tokens/s`;
-    this.end(`${count(read)} tokens read${prefill}, ${count(done.tokens)} generated${rate}${ENDS[done.finish]}`);
+    this.end(`${count(read)} ${read === 1 ? 'token' : 'tokens'} read${prefill}, ${count(done.tokens)} generated${rate}${ENDS[done.finish]}`);
   }
 
   end(text) {
