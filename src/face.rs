@@ -36,6 +36,13 @@ pub const DAMP_PERCENT: Words = words("--damp-percent", "“Damping”");
 pub const SAMPLES: Words = words("--samples", "“Samples”");
 pub const SEQ_LEN: Words = words("--seq-len", "“Tokens in a sample”");
 pub const MAX_MEMORY: Words = words("--max-memory", "“Memory limit”");
+// The page writes one format, and all layers alike.
+pub const FORMAT: Words = words("--format", "the file format");
+pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the format compressed-tensors");
+pub const OVERRIDE: Words = words("--override", "the choice for some layers");
+pub const SKIP: Words = words("--skip", "the choice of layers to leave");
+pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "the choice to quantize the head");
+pub const SHARD_SIZE: Words = words("--shard-size", "the size of files");
 
 // What to do.
 
@@ -50,7 +57,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 17] = [
+pub const ALL: [Words; 23] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -63,6 +70,12 @@ pub const ALL: [Words; 17] = [
     SAMPLES,
     SEQ_LEN,
     MAX_MEMORY,
+    FORMAT,
+    AS_COMPRESSED,
+    OVERRIDE,
+    SKIP,
+    QUANTIZE_LM_HEAD,
+    SHARD_SIZE,
     USE_CPU,
     GO_ON,
     START_ANEW,
@@ -118,7 +131,15 @@ mod tests {
     #[test]
     fn the_core_names_no_option_itself() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
-        let native = ["cli", "face.rs", "storage/native.rs", "device/adapters.rs", "web/adapter.rs"];
+        let native = [
+            "cli",
+            "face.rs",
+            "storage/native.rs",
+            "device/adapters.rs",
+            "web/adapter.rs",
+            "pipeline/check.rs",
+            "pipeline/convert.rs",
+        ];
         let mut files = vec![];
         sources(&root, &mut files);
         assert!(files.len() > 50);

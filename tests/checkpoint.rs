@@ -7,9 +7,10 @@ use std::path::Path;
 use std::rc::Rc;
 
 use halftone::checkpoint::config::{Scheme, edited_config};
-use halftone::checkpoint::gptq::{natural_g_idx, specs};
+use halftone::checkpoint::linear::natural_g_idx;
 use halftone::checkpoint::{
-    Checkpoint, DType, GptqLinear, Layout, QUANTIZE_CONFIG, QuantConfig, TensorSpec, Writer, ZeroFormat,
+    Checkpoint, DType, Format, GptqLinear, Layout, QUANTIZE_CONFIG, QuantConfig, StoredLayer, TensorSpec,
+    Writer,
 };
 use halftone::storage::Source;
 use halftone::storage::native::{DirSink, DirSource};
@@ -38,21 +39,27 @@ fn embedding() -> Vec<u8> {
     (0..300 * 2 * 8).map(|index| (index % 251) as u8).collect()
 }
 
+const SCHEME: Scheme = Scheme { bits: 4, group_size: GROUP, desc_act: false, sym: true };
+
+fn stored(prefix: &str) -> StoredLayer<'_> {
+    StoredLayer { prefix, n: N, k: K, scheme: SCHEME, scale: DType::F16, bias: None }
+}
+
 /// One tensor that stays and three quantized layers, over several shards.
 fn layout() -> Layout {
     let mut tensors = vec![TensorSpec::new("model.embed_tokens.weight", DType::BF16, [300, 8])];
     for name in LAYERS {
-        tensors.extend(specs(name, N, K, 4, GROUP, false).unwrap());
+        tensors.extend(Format::Gptq.specs(&stored(name)).unwrap());
     }
     Layout::new(tensors, 6000).unwrap()
 }
 
 fn config() -> QuantConfig {
-    QuantConfig::new(Scheme { bits: 4, group_size: GROUP, desc_act: false, sym: true })
+    QuantConfig::new(Format::Gptq, SCHEME)
 }
 
 async fn write_layer(writer: &mut Writer, index: usize) {
-    for (name, bytes) in layer(index).tensors(LAYERS[index], ZeroFormat::V1).unwrap() {
+    for (name, bytes) in Format::Gptq.tensors(&layer(index), &stored(LAYERS[index])).unwrap() {
         writer.write(&name, &bytes).await.unwrap();
     }
     writer.flush().await.unwrap();
@@ -88,14 +95,14 @@ fn a_stopped_and_resumed_directory_equals_one_written_at_once_and_decodes_to_the
         let mut writer = Writer::new(sink, layout()).await.unwrap();
         writer.write("model.embed_tokens.weight", &embedding()).await.unwrap();
         write_layer(&mut writer, 0).await;
-        let recorded = writer.position();
+        let recorded = writer.sums().to_vec();
         write_layer(&mut writer, 1).await;
         drop(writer);
         assert!(DirSource::open(&resumed).unwrap().size("config.json").is_none());
         assert!(DirSink::create(&resumed).is_err(), "a used directory is not taken for a new one");
 
         let sink = Rc::new(DirSink::open(&resumed).unwrap());
-        let mut writer = Writer::resume(sink, layout(), recorded).await.unwrap();
+        let mut writer = Writer::resume(sink, layout(), &recorded).await.unwrap();
         for index in 1..3 {
             write_layer(&mut writer, index).await;
         }

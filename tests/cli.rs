@@ -168,6 +168,84 @@ fn a_model_is_quantized_inspected_and_evaluated() {
     );
 }
 
+/// The commands around formats from outside: written, looked through, converted there and back.
+#[test]
+fn formats_are_written_checked_and_converted() {
+    let place = Place::new("llama");
+    let run = |args: &[&str]| program().current_dir(place.directory.path()).args(args).output().unwrap();
+    let options = ["--format", "compressed-tensors", "--quantize-lm-head", "--shard-size", "60kB"];
+    let differs = ["--override", "down_proj=bits:8", "--skip", r"layers\.1\.self_attn"];
+    let said = succeeds(place.quantize(&[&options[..], &differs].concat()));
+    assert_eq!(said.lines().filter(|line| line.contains("lm_head")).count(), 1, "{said}");
+    assert!(said.contains("18 layers in") && said.contains("verify"), "{said}");
+    assert!(files(&place.path("out")).keys().any(|name| name.starts_with("model-00002-of-")));
+    let shown = succeeds(run(&["inspect", "out"]));
+    assert!(shown.contains("8 bits, group 32, sym") && shown.contains("lm_head"), "{shown}");
+
+    let checked = succeeds(run(&["inspect", "--check", "out"]));
+    assert!(checked.contains("18 quantized layers as compressed-tensors; 0 errors"), "{checked}");
+    assert!(checked.contains("warning: tokenizer.json: there is no tokenizer"), "{checked}");
+
+    let before = json(place.eval("out", "golden.jsonl"))["perplexity"].as_f64().unwrap();
+    let said = succeeds(run(&["convert", "out", "--out", "v2", "--format", "gptq_v2"]));
+    assert!(said.contains("18 layers from compressed-tensors to gptq_v2"), "{said}");
+    let object = json(run(&["convert", "v2", "--out", "back", "--format", "gptq", "--json"]));
+    assert_eq!((&object["from"], &object["layers"]), (&"gptq_v2".into(), &18.into()));
+    for model in ["v2", "back"] {
+        assert_eq!(
+            json(place.eval(model, "golden.jsonl"))["perplexity"].as_f64().unwrap(),
+            before,
+            "{model}"
+        );
+        succeeds(run(&["inspect", "--check", model]));
+    }
+    fails(run(&["convert", "v2", "--out", "back", "--format", "gptq"]), 2, &["back", "not empty"]);
+    fails(run(&["convert", "model", "--out", "new", "--format", "gptq"]), 3, &["not quantized"]);
+    assert!(!place.path("new").exists());
+
+    let config = place.path("v2/config.json");
+    let text = std::fs::read_to_string(&config).unwrap().replace("gptq_v2", "gptq");
+    std::fs::write(config, text).unwrap();
+    std::fs::remove_file(place.path("v2/quantize_config.json")).unwrap();
+    let checked = run(&["inspect", "--check", "v2"]);
+    assert!(stdout(&checked).contains("error: model.layers.0.self_attn.q_proj, "), "{}", stdout(&checked));
+    assert!(
+        stdout(&checked).contains(" and 15 more: zero points are stored as gptq_v2"),
+        "{}",
+        stdout(&checked)
+    );
+    assert!(stderr(&checked).contains("v2: a loader would trip over it"), "{}", stderr(&checked));
+    assert_eq!(checked.status.code(), Some(3));
+    let object = run(&["inspect", "--check", "v2", "--json"]);
+    let found: Value = serde_json::from_str(&stdout(&object)).unwrap();
+    assert_eq!((&found["findings"][0]["severity"], object.status.code()), (&"error".into(), Some(3)));
+}
+
+#[test]
+fn a_plan_tells_what_differs_and_refuses_what_cannot_be() {
+    let place = Place::new("llama");
+    let plan =
+        |more: &[&str]| place.on_model("plan", &[&["--group-size", "32"], more].concat()).output().unwrap();
+    let differs = ["--override", "down_proj=bits:8,group_size:-1", "--skip", "o_proj", "--format", "gptq_v2"];
+    let said = succeeds(plan(&differs));
+    assert!(said.contains("left in 16 bits: model.layers.0.self_attn.o_proj, "), "{said}");
+    assert!(said.contains("as gptq_v2"), "{said}");
+    let object = json(plan(&[&differs[..], &["--json"]].concat()));
+    assert_eq!(
+        (&object["format"], &object["skipped"][2]),
+        (&"gptq_v2".into(), &"model.layers.2.self_attn.o_proj".into())
+    );
+    let down = object["modules"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|row| row["module"].as_str().unwrap().contains("down"));
+    assert_eq!((&down.unwrap()["bits"], &down.unwrap()["group"]), (&8.into(), &(-1).into()));
+    fails(plan(&["--override", "down_proj"]), 2, &["--override \"down_proj\"", "REGEX=bits:8"]);
+    fails(plan(&["--override", "dwn_proj=bits:8"]), 2, &["matches no linear layer", "down_proj"]);
+    fails(plan(&["--skip", "q_proj"]), 2, &["q_proj (16 bits)", "one matrix"]);
+}
+
 #[test]
 fn a_quantized_model_is_compared_with_its_original() {
     let place = Place::new("llama");

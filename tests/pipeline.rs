@@ -4,149 +4,23 @@
 
 mod common;
 
-use std::cell::Cell;
-use std::rc::Rc;
-
+use common::job::*;
 use common::*;
 use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
-use halftone::error::{Error, Result};
+use halftone::error::Error;
 use halftone::eval::perplexity;
 use halftone::gptq::scheme::{Preset, Scheme};
 use halftone::model::arch::stages;
-use halftone::model::{Block, Embedding, Head, LinearSpec, ModelConfig, Stored, Weights};
+use halftone::model::{Block, Embedding, LinearSpec, Stored, Weights};
 use halftone::pipeline::events::Silent;
 use halftone::pipeline::plan::human_bytes;
-use halftone::pipeline::{
-    Event, ModuleRow, Observer, Plan, PlanOptions, RunOptions, RunReport, make_plan, run,
-};
+use halftone::pipeline::{Event, ModuleRow, Observer, RunReport};
 use halftone::storage::Sink;
-use halftone::storage::memory::{MemorySink, MemorySource};
+use halftone::storage::memory::MemorySink;
 use halftone::tensor::Tensor;
-use halftone::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments};
 use pollster::block_on;
 use serde_json::Value;
-
-/// A run that is described but not begun.
-struct Job {
-    files: Files,
-    rows: Vec<Vec<u32>>,
-    scheme: Scheme,
-    max_memory: u64,
-    batch_tokens: Option<usize>,
-    /// Bytes of tensors in a shard; `None` for one file.
-    shard_bytes: Option<u64>,
-    piece_bytes: Option<usize>,
-    resume: bool,
-    calibration: String,
-    device: Device,
-}
-
-impl Job {
-    fn new(name: &str, scheme: Scheme) -> Self {
-        Self {
-            files: model(name),
-            rows: rows(16, 40, 1),
-            scheme,
-            max_memory: u64::MAX,
-            batch_tokens: None,
-            shard_bytes: None,
-            piece_bytes: None,
-            resume: false,
-            calibration: String::new(),
-            device: Device::Cpu,
-        }
-    }
-
-    fn on(mut self, device: &Device) -> Self {
-        self.device = device.clone();
-        self
-    }
-
-    fn stored(&self) -> Result<Stored> {
-        block_on(Stored::open(Rc::new(MemorySource::new("model", self.files.clone()))))
-    }
-
-    fn plan(&self, stored: &Stored) -> Result<Plan> {
-        let calibrated = self.scheme.needs_inputs();
-        let options = PlanOptions {
-            scheme: self.scheme.clone(),
-            tokens: if calibrated { self.rows.iter().map(Vec::len).sum() } else { 0 },
-            longest: if calibrated { self.rows.iter().map(Vec::len).max().unwrap_or(0) } else { 0 },
-            max_memory: self.max_memory,
-            batch_tokens: self.batch_tokens,
-            shard_bytes: self.shard_bytes.unwrap_or(u64::MAX),
-        };
-        let mut plan = make_plan(stored, &options, &self.device)?;
-        plan.piece_bytes = self.piece_bytes.unwrap_or(plan.piece_bytes);
-        Ok(plan)
-    }
-
-    fn run_with(&self, sink: &MemorySink, observer: &mut dyn Observer) -> Result<RunReport> {
-        let stored = self.stored()?;
-        let plan = self.plan(&stored)?;
-        let segments = if self.scheme.needs_inputs() { segments(&self.rows)? } else { Segments::none() };
-        let options = RunOptions { calibration: self.calibration.clone(), resume: self.resume };
-        let sink = Rc::new(sink.clone());
-        block_on(run(&stored, &plan, &segments, &self.device, sink, &options, observer))
-    }
-
-    fn run(&self) -> (Files, RunReport) {
-        let sink = MemorySink::new();
-        let report = self.run_with(&sink, &mut Silent).unwrap();
-        (sink.files(), report)
-    }
-
-    /// What the plan or the run says against it.
-    fn refusal(&self) -> Error {
-        self.run_with(&MemorySink::new(), &mut Silent).expect_err("must be refused")
-    }
-}
-
-fn segments(rows: &[Vec<u32>]) -> Result<Segments> {
-    let text = ModelText::new(None, None, VOCAB, "model");
-    let file = TextFile { name: "rows.jsonl".into(), content: jsonl(rows).into_bytes() };
-    calibration_segments(&text, &[file], &SegmentOptions { samples: None, seq_len: 512, seed: 0 })
-}
-
-fn open(files: &Files) -> Stored {
-    block_on(Stored::open(Rc::new(MemorySource::new("result", files.clone())))).unwrap()
-}
-
-fn config_of(stored: &Stored) -> ModelConfig {
-    ModelConfig::parse(stored.checkpoint.config()).unwrap()
-}
-
-fn default4() -> Scheme {
-    Scheme::preset(Preset::Default, 4, Some(32))
-}
-
-fn layer(stored: &Stored, module: &str) -> GptqLinear {
-    block_on(GptqLinear::read(&stored.checkpoint, module, stored.quant.as_ref().unwrap())).unwrap()
-}
-
-/// Logits of `rows`, all of one length.
-fn logits(stored: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
-    let (config, device, seq_len) = (config_of(stored), Device::Cpu, rows[0].len());
-    block_on(async {
-        let rope = config.rope.table(&device, config.head_dim, seq_len).unwrap();
-        let embedding = Embedding::load(&config, stored, &device).await.unwrap();
-        let mut h = embedding.embed(&rows.concat()).unwrap();
-        for layer in 0..config.layers {
-            let block = Block::load(&config, layer, stored, &device).await.unwrap();
-            block.forward(&mut h, seq_len, &rope).unwrap();
-        }
-        let head = Head::load(&config, stored, &device).await.unwrap();
-        head.logits(&h).unwrap().to_f32().await.unwrap()
-    })
-}
-
-/// ‖a − b‖ / ‖b‖.
-fn distance(a: &[f32], b: &[f32]) -> f64 {
-    let square = |x: f64| x * x;
-    let difference: f64 = a.iter().zip(b).map(|(a, b)| square(f64::from(a - b))).sum();
-    (difference / b.iter().map(|&b| square(f64::from(b))).sum::<f64>()).sqrt()
-}
 
 /// Sum of a column of the report.
 fn sum(report: &RunReport, column: fn(&ModuleRow) -> Option<f64>) -> f64 {
@@ -399,6 +273,29 @@ fn every_width_grid_and_group_makes_a_model_and_more_bits_lose_less() {
     }
 }
 
+/// Codes are widened on their way into a product; that changes nothing but the last bits.
+#[test]
+fn packed_weights_compute_what_widened_ones_do() {
+    let act_order = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) };
+    let rtn = |bits, sym, group| Scheme { sym, ..Scheme::preset(Preset::Rtn, bits, group) };
+    for (name, scheme) in [
+        ("llama", rtn(4, true, Some(32))),
+        ("qwen2", act_order),
+        ("qwen3", rtn(3, false, Some(32))),
+        ("mistral_sliding", rtn(8, false, None)),
+        ("llama", rtn(2, false, Some(16))),
+    ] {
+        let (rows, _) = expected(name);
+        let (files, _) = Job::new(name, scheme.clone()).run();
+        for device in [Some(Device::Cpu), gpu()].into_iter().flatten() {
+            let packed = logits_on(&device, &open(&files), &rows);
+            let widened = logits_on(&device, &open(&files).widened(), &rows);
+            let moved = distance(&packed, &widened);
+            assert!(moved < 2e-6, "{name} {scheme:?} on {}: {moved:e}", device.describe());
+        }
+    }
+}
+
 #[test]
 fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
     let mut job = Job::new("llama", default4());
@@ -468,32 +365,6 @@ fn the_same_bytes_twice(device: &Device) {
 #[test]
 fn two_runs_give_the_same_bytes() {
     the_same_bytes_twice(&Device::Cpu);
-}
-
-/// Asks to stop at the `at`-th stop point; counts those passed.
-struct StopAt {
-    at: usize,
-    passed: Cell<usize>,
-}
-
-impl StopAt {
-    fn new(at: usize) -> Self {
-        Self { at, passed: Cell::new(0) }
-    }
-}
-
-impl Observer for StopAt {
-    fn event(&mut self, _: Event) {}
-
-    fn stop_requested(&self) -> bool {
-        self.passed.set(self.passed.get() + 1);
-        self.passed.get() > self.at
-    }
-}
-
-fn blocks_done(sink: &MemorySink) -> u64 {
-    let journal: Value = serde_json::from_slice(&sink.get("halftone-journal.json").unwrap()).unwrap();
-    journal["blocks_done"].as_u64().unwrap()
 }
 
 /// Stops `job` at every `step`-th point there is, goes on, and compares.

@@ -15,37 +15,44 @@ fn grid_of(four: u32, group: u32) -> Grid {
     return Grid(four_scales(at), four_zeros(at));
 }
 
-// Column r: slot l + r of four outputs, whose words begin at `start`; l is a multiple of four.
+fn centred(codes: mat4x4<f32>, zeros: vec4<f32>) -> mat4x4<f32> {
+    return mat4x4<f32>(codes[0] - zeros, codes[1] - zeros, codes[2] - zeros, codes[3] - zeros);
+}
+
+// Slots l.. of 3 bits, whose twelve bits may lie in a word and the one after it. Column r: slot l + r
+// of four outputs, whose words begin at `start`; l is a multiple of four.
+fn crossing_codes(start: u32, l: u32) -> mat4x4<f32> {
+    let bit = 3u * (l % 32u);
+    let row = l / 32u * 3u + bit / 32u;
+    let shift = bit % 32u;
+    var word = words[start + row * TILE_QUADS] >> vec4(shift);
+    if shift > 20u {
+        word |= words[start + (row + 1u) * TILE_QUADS] << vec4(32u - shift);
+    }
+    return four_codes(word, vec4(0x20000000u, 0x4000000u, 0x800000u, 0x100000u));
+}
+
+// The same of any width, as weights.
 fn packed_block(start: u32, l: u32, grid: Grid) -> mat4x4<f32> {
-    var word: vec4<u32>;
-    var moves: vec4<u32>;
-    if BITS == 3u {
-        // A word and the one after it hold the twelve bits, unless they are a unit's last.
-        let bit = 3u * (l % 32u);
-        let row = l / 32u * 3u + bit / 32u;
-        let shift = bit % 32u;
-        word = words[start + row * TILE_QUADS] >> vec4(shift);
-        if shift > 20u {
-            word |= words[start + (row + 1u) * TILE_QUADS] << vec4(32u - shift);
-        }
-        moves = vec4(0x20000000u, 0x4000000u, 0x800000u, 0x100000u);
-    } else if BITS == 2u {
-        word = words[start + l / 16u * TILE_QUADS];
-        moves = vec4(0x40000000u, 0x10000000u, 0x4000000u, 0x1000000u) >> vec4(2u * (l % 16u));
+    var codes: mat4x4<f32>;
+    if BITS == 2u {
+        let moves = vec4(0x40000000u, 0x10000000u, 0x4000000u, 0x1000000u) >> vec4(2u * (l % 16u));
+        codes = four_codes(words[start + l / 16u * TILE_QUADS], moves);
+    } else if BITS == 3u {
+        codes = crossing_codes(start, l);
     } else if BITS == 4u {
-        word = words[start + l / 8u * TILE_QUADS];
         let low = vec4(0x10000000u, 0x1000000u, 0x100000u, 0x10000u);
         let high = vec4(0x1000u, 0x100u, 0x10u, 0x1u);
-        moves = select(low, high, vec4((l & 4u) != 0u));
+        let moves = select(low, high, vec4((l & 4u) != 0u));
+        codes = four_codes(words[start + l / 8u * TILE_QUADS], moves);
     } else {
-        word = words[start + l / 4u * TILE_QUADS];
-        moves = vec4(0x1000000u, 0x10000u, 0x100u, 0x1u);
+        codes = four_codes(words[start + l / 4u * TILE_QUADS], vec4(0x1000000u, 0x10000u, 0x100u, 0x1u));
     }
-    let codes = four_codes(word, moves);
+    codes = centred(codes, grid.zeros);
     return mat4x4<f32>(
-        (codes[0] - grid.zeros) * grid.scales,
-        (codes[1] - grid.zeros) * grid.scales,
-        (codes[2] - grid.zeros) * grid.scales,
-        (codes[3] - grid.zeros) * grid.scales,
+        codes[0] * grid.scales,
+        codes[1] * grid.scales,
+        codes[2] * grid.scales,
+        codes[3] * grid.scales,
     );
 }

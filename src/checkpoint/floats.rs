@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 
 use super::dtype::DType;
+use crate::error::{Error, Result};
 
 /// The f32 value of each element of a little-endian tensor; exact. `None` if `dtype` is not F32,
 /// F16 or BF16.
@@ -24,17 +25,49 @@ pub fn round_to_f16(value: f32) -> f32 {
     f16::from_f32(value).to_f32()
 }
 
-/// Little-endian f16 of each value. `Err` gives the index of a value that f16 does not have.
-pub fn exact_f16_bytes(values: &[f32]) -> Result<Vec<u8>, usize> {
-    let mut bytes = Vec::with_capacity(2 * values.len());
+/// Little-endian values of `dtype`, which must be F16, BF16 or F32 and have each of them.
+///
+/// # Errors
+/// [`Error::Internal`] naming the first value that is not one of the type: it must have been rounded
+/// before it was used.
+pub fn exact_bytes(name: &str, dtype: DType, values: &[f32]) -> Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(values.len() * dtype.size() as usize);
     for (index, &value) in values.iter().enumerate() {
-        let half = f16::from_f32(value);
-        if half.to_f32() != value || !value.is_finite() {
-            return Err(index);
+        let back = match dtype {
+            DType::F16 => {
+                let half = f16::from_f32(value);
+                bytes.extend_from_slice(&half.to_le_bytes());
+                half.to_f32()
+            }
+            DType::BF16 => {
+                let half = bf16::from_f32(value);
+                bytes.extend_from_slice(&half.to_le_bytes());
+                half.to_f32()
+            }
+            DType::F32 => {
+                bytes.extend_from_slice(&value.to_le_bytes());
+                value
+            }
+            _ => return Err(Error::Internal(format!("{name} is to be written as {dtype}"))),
+        };
+        if back != value || !value.is_finite() {
+            return Err(Error::Internal(format!("{name}[{index}] = {value} is not a value of {dtype}")));
         }
-        bytes.extend_from_slice(&half.to_le_bytes());
     }
     Ok(bytes)
+}
+
+/// Whether `dtype` has every one of `values`, so that [`exact_bytes`] takes them.
+pub fn has_all(dtype: DType, values: &[f32]) -> bool {
+    values.iter().all(|&value| {
+        value.is_finite()
+            && match dtype {
+                DType::F16 => f16::from_f32(value).to_f32() == value,
+                DType::BF16 => bf16::from_f32(value).to_f32() == value,
+                DType::F32 => true,
+                _ => false,
+            }
+    })
 }
 
 #[cfg(test)]
@@ -56,12 +89,17 @@ mod tests {
             let value = half.to_f32();
             if half.is_finite() {
                 assert_eq!(round_to_f16(value), value);
-                assert_eq!(exact_f16_bytes(&[value]).unwrap(), bits.to_le_bytes());
+                assert_eq!(exact_bytes("x", DType::F16, &[value]).unwrap(), bits.to_le_bytes());
             } else {
-                assert_eq!(exact_f16_bytes(&[0.0, value]), Err(1));
+                assert!(exact_bytes("x", DType::F16, &[0.0, value]).is_err());
             }
         }
-        assert_eq!(exact_f16_bytes(&[1.0, 0.1]), Err(1));
+        let refused = exact_bytes("x", DType::F16, &[1.0, 0.1]).unwrap_err().to_string();
+        assert!(refused.contains("x[1] = 0.1"), "{refused}");
+        assert_eq!(exact_bytes("x", DType::BF16, &[1.5]).unwrap(), [0xc0, 0x3f]);
+        assert!(exact_bytes("x", DType::BF16, &[1.0 + 1.0 / 1024.0]).is_err());
+        let large = [2f32.powi(100)];
+        assert!(has_all(DType::BF16, &large) && !has_all(DType::F16, &large));
         assert_eq!(round_to_f16(1.0 + 1.0 / 2048.0), 1.0, "ties go to even");
         assert_eq!(round_to_f16(1.0 + 3.0 / 2048.0), 1.0 + 2.0 / 1024.0);
         assert_eq!(round_to_f16(70000.0), f32::INFINITY);

@@ -1,4 +1,4 @@
-//! One quantized linear layer as the GPTQ format stores it.
+//! A quantized linear layer as the GPTQ formats store it.
 //!
 //! | tensor | type, shape | content |
 //! |---|---|---|
@@ -11,311 +11,112 @@
 //! K input features, N output features, G groups. The weight is
 //! `scales[g_idx[k]][n] · (code[n][k] − zero[g_idx[k]][n])`.
 
-use super::config::{QuantConfig, Scheme};
+use super::config::Scheme;
 use super::dtype::DType;
-use super::floats::{exact_f16_bytes, to_f32};
+use super::floats::exact_bytes;
+use super::format::StoredLayer;
+use super::linear::{GptqLinear, Parts, group_count, natural_g_idx};
 use super::pack::{self, ZeroFormat, pack_qweight, pack_qzeros, unpack_qweight, unpack_qzeros};
-use super::reader::Checkpoint;
 use super::writer::TensorSpec;
-use crate::error::{Error, Result};
+use crate::error::Result;
 
-/// Number of groups of `k` input features; `group_size` −1 is one group.
-///
-/// # Errors
-/// [`Error::Internal`] for a group size that is neither −1 nor positive.
-pub fn group_count(k: usize, group_size: i64) -> Result<usize> {
-    match usize::try_from(group_size) {
-        Err(_) if group_size == -1 => Ok(1),
-        Ok(size) if size > 0 => Ok(k.div_ceil(size)),
-        _ => Err(Error::Internal(format!("a group size of {group_size}"))),
-    }
-}
-
-/// The group of each of `k` input features in natural order: `k // group_size`.
-///
-/// # Errors
-/// As [`group_count`].
-pub fn natural_g_idx(k: usize, group_size: i64) -> Result<Vec<u32>> {
-    group_count(k, group_size)?;
-    // A group wider than u32 is wider than any row.
-    let size = u32::try_from(group_size).unwrap_or(u32::MAX);
-    Ok((0..k as u32).map(|column| column / size).collect())
-}
-
-/// The tensors of the layer `prefix` in the order of [`GptqLinear::tensors`].
-///
-/// # Errors
-/// [`Error::Unsupported`] for a width or numbers of features that the format cannot hold.
-pub fn specs(
-    prefix: &str,
-    n: usize,
-    k: usize,
-    bits: u32,
-    group_size: i64,
-    has_bias: bool,
-) -> Result<Vec<TensorSpec>> {
+/// See [`Format::specs`](super::Format::specs).
+pub(super) fn specs(layer: &StoredLayer) -> Result<Vec<TensorSpec>> {
+    let StoredLayer { n, k, scheme: Scheme { bits, group_size, .. }, .. } = *layer;
     let spec = |name, dtype, shape: &[usize]| {
         let shape: Vec<u64> = shape.iter().map(|&extent| extent as u64).collect();
-        TensorSpec::new(format!("{prefix}.{name}"), dtype, shape)
+        TensorSpec::new(format!("{}.{name}", layer.prefix), dtype, shape)
     };
     let groups = group_count(k, group_size)?;
     let mut specs = vec![
         spec("qweight", DType::I32, &[pack::packed_words(k, bits)?, n]),
         spec("qzeros", DType::I32, &[groups, pack::packed_words(n, bits)?]),
-        spec("scales", DType::F16, &[groups, n]),
+        spec("scales", layer.scale, &[groups, n]),
         spec("g_idx", DType::I32, &[k]),
     ];
-    if has_bias {
-        specs.push(spec("bias", DType::F16, &[n]));
-    }
+    specs.extend(layer.bias.map(|dtype| spec("bias", dtype, &[n])));
     Ok(specs)
 }
 
-/// A quantized linear layer, unpacked.
-#[derive(Debug, Clone, PartialEq)]
-pub struct GptqLinear {
-    /// Output features.
-    pub n: usize,
-    /// Input features.
-    pub k: usize,
-    /// 2, 3, 4 or 8.
-    pub bits: u32,
-    /// `[n, k]`, unsigned.
-    pub codes: Vec<u8>,
-    /// `[groups, n]`; may be negative. To be written they must be values that f16 has.
-    pub scales: Vec<f32>,
-    /// `[groups, n]`, the zero points themselves whatever the file stores.
-    pub zeros: Vec<u8>,
-    /// `[k]`
-    pub g_idx: Vec<u32>,
-    /// `[n]`; to be written, values that f16 has.
-    pub bias: Option<Vec<f32>>,
+/// See [`Format::tensors`](super::Format::tensors).
+pub(super) fn tensors(
+    quantized: &GptqLinear,
+    layer: &StoredLayer,
+    format: ZeroFormat,
+) -> Result<Vec<(String, Vec<u8>)>> {
+    let name = |part: &str| format!("{}.{part}", layer.prefix);
+    let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+    let GptqLinear { n, k, bits, .. } = *quantized;
+    let qweight = pack_qweight(&quantized.codes, n, k, bits)?;
+    let qzeros = pack_qzeros(&quantized.zeros, quantized.groups(), n, bits, format)?;
+    let mut tensors = vec![
+        (name("qweight"), words(&qweight)),
+        (name("qzeros"), words(&qzeros)),
+        (name("scales"), exact_bytes(&name("scales"), layer.scale, &quantized.scales)?),
+        (name("g_idx"), words(&quantized.g_idx)),
+    ];
+    if let (Some(bias), Some(dtype)) = (&quantized.bias, layer.bias) {
+        tensors.push((name("bias"), exact_bytes(&name("bias"), dtype, bias)?));
+    }
+    Ok(tensors)
 }
 
-impl GptqLinear {
-    pub fn groups(&self) -> usize {
-        self.scales.len().checked_div(self.n).unwrap_or(0)
-    }
-
-    /// Whether loaders must look at `g_idx`: `desc_act` has to be true exactly then.
-    ///
-    /// # Errors
-    /// As [`group_count`].
-    pub fn is_act_ordered(&self, group_size: i64) -> Result<bool> {
-        Ok(self.g_idx != natural_g_idx(self.k, group_size)?)
-    }
-
-    /// The layer's tensors, named under `prefix`, in the order of [`specs`].
-    ///
-    /// # Errors
-    /// [`Error::Internal`] if lengths do not fit each other, a code does not fit its bits, a group
-    /// does not exist, a zero point is 0 in [`ZeroFormat::V1`], or a scale or bias is not a value
-    /// of f16: it must have been rounded (see [`round_to_f16`](super::floats::round_to_f16)) before
-    /// it was used. [`Error::Unsupported`] for features that the format cannot hold.
-    pub fn tensors(&self, prefix: &str, format: ZeroFormat) -> Result<Vec<(String, Vec<u8>)>> {
-        self.check(prefix)?;
-        let halves = |name: &str, values: &[f32]| {
-            exact_f16_bytes(values).map_err(|index| {
-                Error::Internal(format!("{prefix}.{name}[{index}] = {} is not a value of f16", values[index]))
-            })
-        };
-        let words = |words: &[u32]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
-        let qweight = pack_qweight(&self.codes, self.n, self.k, self.bits)?;
-        let qzeros = pack_qzeros(&self.zeros, self.groups(), self.n, self.bits, format)?;
-        let mut tensors = vec![
-            (format!("{prefix}.qweight"), words(&qweight)),
-            (format!("{prefix}.qzeros"), words(&qzeros)),
-            (format!("{prefix}.scales"), halves("scales", &self.scales)?),
-            (format!("{prefix}.g_idx"), words(&self.g_idx)),
-        ];
-        if let Some(bias) = &self.bias {
-            tensors.push((format!("{prefix}.bias"), halves("bias", bias)?));
-        }
-        Ok(tensors)
-    }
-
-    fn check(&self, prefix: &str) -> Result<()> {
-        let groups = self.groups();
-        let fits = self.codes.len() == self.n * self.k
-            && self.scales.len() == groups * self.n
-            && self.zeros.len() == groups * self.n
-            && self.g_idx.len() == self.k
-            && self.g_idx.iter().all(|&group| (group as usize) < groups)
-            && self.bias.as_ref().is_none_or(|bias| bias.len() == self.n);
-        if fits {
-            Ok(())
-        } else {
-            Err(Error::Internal(format!("the parts of {prefix} do not fit each other")))
-        }
-    }
-
-    /// The weight `[n, k]` that the layer stands for. A product of an f16 scale and a difference of
-    /// codes is exact in f32.
-    ///
-    /// # Errors
-    /// [`Error::Internal`] if the parts do not fit each other.
-    pub fn dequantize(&self) -> Result<Vec<f32>> {
-        self.check("the layer")?;
-        let mut weight = vec![0.0; self.n * self.k];
-        if self.k == 0 {
-            return Ok(weight);
-        }
-        let fill = |(row, weight): (usize, &mut [f32])| {
-            let codes = &self.codes[row * self.k..(row + 1) * self.k];
-            for ((weight, &code), &group) in weight.iter_mut().zip(codes).zip(&self.g_idx) {
-                let at = group as usize * self.n + row;
-                *weight = self.scales[at] * (f32::from(code) - f32::from(self.zeros[at]));
-            }
-        };
-        #[cfg(not(target_arch = "wasm32"))]
-        {
-            use rayon::prelude::*;
-            weight.par_chunks_mut(self.k).enumerate().for_each(fill);
-        }
-        #[cfg(target_arch = "wasm32")]
-        weight.chunks_mut(self.k).enumerate().for_each(fill);
-        Ok(weight)
-    }
-
-    /// Whether a checkpoint holds the layer `prefix` quantized.
-    pub fn is_in(checkpoint: &Checkpoint, prefix: &str) -> bool {
-        checkpoint.info(&format!("{prefix}.qweight")).is_some()
-    }
-
-    /// Reads the layer `prefix`. Scales and bias may also be BF16 or F32, and `g_idx` may be absent
-    /// (natural order); a `g_idx` in the file is followed whatever `desc_act` says.
-    ///
-    /// # Errors
-    /// [`Error::Model`] naming the tensor that is absent or does not have the type, shape or values
-    /// that the scheme asks for.
-    pub async fn read(checkpoint: &Checkpoint, prefix: &str, config: &QuantConfig) -> Result<Self> {
-        let layer = Stored { checkpoint, prefix };
-        let Some(Scheme { bits, group_size, .. }) = config.scheme_of(prefix)? else {
-            return Err(Error::model(
-                checkpoint.source().describe(),
-                format_args!("{prefix} is quantized, but the config says that it is left alone"),
-                "The config does not belong to these weights; fetch the model again",
-            ));
-        };
-        let (k, n) = layer.features(bits)?;
-        let groups = group_count(k, group_size)?;
-        let qweight = layer.words("qweight", &[pack::packed_words(k, bits)?, n]).await?;
-        let codes = unpack_qweight(&qweight, n, k, bits)?;
-        drop(qweight);
-        let qzeros = layer.words("qzeros", &[groups, pack::packed_words(n, bits)?]).await?;
-        let zeros = unpack_qzeros(&qzeros, groups, n, bits, config.format)?;
-        let scales = layer.floats("scales", &[groups, n]).await?;
-        let g_idx = match layer.has("g_idx") {
-            true => layer.words("g_idx", &[k]).await?,
-            false => natural_g_idx(k, group_size)?,
-        };
-        if let Some(column) = g_idx.iter().position(|&group| group as usize >= groups) {
-            return Err(layer.wrong(
-                "g_idx",
-                format_args!("puts input {column} in group {}, but there are {groups}", g_idx[column] as i32),
-            ));
-        }
-        let bias = match layer.has("bias") {
-            true => Some(layer.floats("bias", &[n]).await?),
-            false => None,
-        };
-        Ok(Self { n, k, bits, codes, scales, zeros, g_idx, bias })
-    }
+/// Reads a layer; see [`GptqLinear::read`].
+pub(super) async fn read(parts: &Parts<'_>, scheme: Scheme, format: ZeroFormat) -> Result<GptqLinear> {
+    let Scheme { bits, group_size, .. } = scheme;
+    let (k, n) = features(parts, bits)?;
+    let groups = group_count(k, group_size)?;
+    let qweight = parts.words("qweight", &[pack::packed_words(k, bits)?, n]).await?;
+    let codes = unpack_qweight(&qweight, n, k, bits)?;
+    drop(qweight);
+    let zeros = zeros(parts, groups, n, bits, format).await?;
+    let scales = parts.floats("scales", &[groups, n]).await?;
+    let g_idx = match parts.has("g_idx") {
+        true => parts.g_idx("g_idx", k, groups).await?,
+        false => natural_g_idx(k, group_size)?,
+    };
+    Ok(GptqLinear { n, k, bits, codes, scales, zeros, g_idx, bias: parts.bias(n).await? })
 }
 
-/// The tensors of one layer in a checkpoint.
-struct Stored<'a> {
-    checkpoint: &'a Checkpoint,
-    prefix: &'a str,
+/// Zero points `[groups, n]`.
+pub(super) async fn zeros(
+    parts: &Parts<'_>,
+    groups: usize,
+    n: usize,
+    bits: u32,
+    format: ZeroFormat,
+) -> Result<Vec<u8>> {
+    let qzeros = parts.words("qzeros", &[groups, pack::packed_words(n, bits)?]).await?;
+    unpack_qzeros(&qzeros, groups, n, bits, format)
 }
 
-impl Stored<'_> {
-    fn name(&self, part: &str) -> String {
-        format!("{}.{part}", self.prefix)
-    }
-
-    fn has(&self, part: &str) -> bool {
-        self.checkpoint.info(&self.name(part)).is_some()
-    }
-
-    fn wrong(&self, part: &str, problem: impl std::fmt::Display) -> Error {
-        let name = self.name(part);
-        let place = self
-            .checkpoint
-            .info(&name)
-            .map_or_else(|| self.checkpoint.source().describe(), |info| self.checkpoint.place(&info.file));
-        Error::model(
-            place,
-            format_args!("tensor {name:?} {problem}"),
-            "The weights do not fit the model's quantization config; fetch both again",
+/// K and N, as the shape of `qweight` gives them at `bits`.
+pub(super) fn features(parts: &Parts<'_>, bits: u32) -> Result<(usize, usize)> {
+    let info = parts.checkpoint.require(&parts.name("qweight"))?;
+    let features = match info.shape[..] {
+        [rows, n] => rows
+            .checked_mul(32)
+            .filter(|stream| stream.is_multiple_of(u64::from(bits)))
+            .and_then(|stream| usize::try_from(stream / u64::from(bits)).ok())
+            .zip(usize::try_from(n).ok()),
+        _ => None,
+    };
+    let fits = features.filter(|&(k, n)| {
+        u32::try_from(k).is_ok() && pack::packed_words(k, bits).is_ok() && pack::packed_words(n, bits).is_ok()
+    });
+    fits.ok_or_else(|| {
+        parts.wrong(
+            "qweight",
+            format_args!("has the shape {:?}, which cannot hold {bits} bit codes", info.shape),
         )
-    }
-
-    /// K and N, as the shape of `qweight` gives them at `bits`.
-    fn features(&self, bits: u32) -> Result<(usize, usize)> {
-        let info = self.checkpoint.require(&self.name("qweight"))?;
-        let features = match info.shape[..] {
-            [rows, n] => rows
-                .checked_mul(32)
-                .filter(|stream| stream.is_multiple_of(u64::from(bits)))
-                .and_then(|stream| usize::try_from(stream / u64::from(bits)).ok())
-                .zip(usize::try_from(n).ok()),
-            _ => None,
-        };
-        let fits = features.filter(|&(k, n)| {
-            u32::try_from(k).is_ok()
-                && pack::packed_words(k, bits).is_ok()
-                && pack::packed_words(n, bits).is_ok()
-        });
-        fits.ok_or_else(|| {
-            self.wrong(
-                "qweight",
-                format_args!("has the shape {:?}, which cannot hold {bits} bit codes", info.shape),
-            )
-        })
-    }
-
-    /// The bytes of a tensor of one of `dtypes` and of `shape`.
-    async fn bytes(&self, part: &str, dtypes: &[DType], shape: &[usize]) -> Result<(DType, Vec<u8>)> {
-        let name = self.name(part);
-        let info = self.checkpoint.require(&name)?;
-        let same = info.shape.len() == shape.len()
-            && info.shape.iter().zip(shape).all(|(&stored, &wanted)| stored == wanted as u64);
-        if !same || !dtypes.contains(&info.dtype) {
-            let wanted: Vec<&str> = dtypes.iter().map(|dtype| dtype.name()).collect();
-            return Err(self.wrong(
-                part,
-                format_args!(
-                    "is {} {:?} where {} {shape:?} is needed",
-                    info.dtype,
-                    info.shape,
-                    wanted.join(" or ")
-                ),
-            ));
-        }
-        Ok((info.dtype, self.checkpoint.read(&name).await?))
-    }
-
-    async fn words(&self, part: &str, shape: &[usize]) -> Result<Vec<u32>> {
-        let (_, bytes) = self.bytes(part, &[DType::I32, DType::U32], shape).await?;
-        Ok(bytes.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect())
-    }
-
-    async fn floats(&self, part: &str, shape: &[usize]) -> Result<Vec<f32>> {
-        let (dtype, bytes) = self.bytes(part, &[DType::F16, DType::BF16, DType::F32], shape).await?;
-        let values = to_f32(dtype, &bytes).unwrap_or_default();
-        match values.iter().position(|value| !value.is_finite()) {
-            Some(index) => Err(self.wrong(part, format_args!("is {} at element {index}", values[index]))),
-            None => Ok(values),
-        }
-    }
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::pack::ZeroFormat::{V1, V2};
-    use crate::checkpoint::{CONFIG, SINGLE, header};
+    use crate::checkpoint::Format::{self, Gptq, GptqV2};
+    use crate::checkpoint::{CONFIG, Checkpoint, QuantConfig, SINGLE, header};
     use crate::storage::memory::MemorySource;
     use pollster::block_on;
     use serde_json::json;
@@ -341,7 +142,7 @@ mod tests {
     }
 
     fn halves(values: &[f32]) -> Vec<u8> {
-        exact_f16_bytes(values).unwrap()
+        exact_bytes("x", DType::F16, values).unwrap()
     }
 
     fn read(tensors: &[Tensor], config: &QuantConfig) -> Result<GptqLinear> {
@@ -482,14 +283,21 @@ mod tests {
         }
     }
 
+    fn stored(layer: &GptqLinear, group_size: i64) -> StoredLayer<'static> {
+        let GptqLinear { n, k, bits, .. } = *layer;
+        let scheme = Scheme { bits, group_size, desc_act: false, sym: false };
+        StoredLayer { prefix: "P", n, k, scheme, scale: DType::F16, bias: Some(DType::F16) }
+    }
+
     #[test]
     fn a_layer_comes_back_through_its_planned_tensors_at_every_width_and_group() {
         for bits in [2, 3, 4, 8] {
-            for (format, name) in [(V1, "gptq"), (V2, "gptq_v2")] {
+            for format in [Gptq, GptqV2] {
                 for group_size in [-1, 16, 32, 40] {
                     let layer = sample(bits, group_size);
-                    let tensors = layer.tensors("P", format).unwrap();
-                    let specs = specs("P", layer.n, layer.k, bits, group_size, true).unwrap();
+                    let spec = stored(&layer, group_size);
+                    let tensors = format.tensors(&layer, &spec).unwrap();
+                    let specs = format.specs(&spec).unwrap();
                     assert_eq!(specs.len(), tensors.len());
                     let stored: Vec<Tensor> = specs
                         .iter()
@@ -500,7 +308,7 @@ mod tests {
                             (name, spec.dtype, spec.shape.clone(), bytes)
                         })
                         .collect();
-                    let back = read(&stored, &config(bits, group_size, name)).unwrap();
+                    let back = read(&stored, &config(bits, group_size, format.name())).unwrap();
                     assert_eq!(back, layer);
                 }
             }
@@ -512,7 +320,7 @@ mod tests {
         let refusal = |change: &dyn Fn(&mut GptqLinear)| {
             let mut layer = sample(4, 32);
             change(&mut layer);
-            layer.tensors("P", V1).unwrap_err().to_string()
+            Format::Gptq.tensors(&layer, &stored(&layer, 32)).unwrap_err().to_string()
         };
         assert!(refusal(&|layer| layer.scales[5] = 0.1).contains("P.scales[5] = 0.1"));
         assert!(refusal(&|layer| layer.bias = Some(vec![1e9; 64])).contains("P.bias[0]"));
@@ -520,8 +328,10 @@ mod tests {
         assert!(refusal(&|layer| layer.codes[9] = 16).contains("do not fit 4 bits"));
         assert!(refusal(&|layer| layer.g_idx[0] = 3).contains("do not fit each other"));
         assert!(refusal(&|layer| layer.codes.truncate(5)).contains("do not fit each other"));
-        assert!(specs("P", 64, 33, 4, 32, false).is_err());
-        assert!(specs("P", 64, 64, 4, 0, false).is_err());
-        assert_eq!(specs("P", 64, 64, 4, -1, false).unwrap().len(), 4);
+        let layer = sample(4, 32);
+        let spec = stored(&layer, 32);
+        assert!(specs(&StoredLayer { k: 33, ..spec }).is_err());
+        assert!(specs(&stored(&layer, 0)).is_err());
+        assert_eq!(specs(&StoredLayer { bias: None, ..stored(&layer, -1) }).unwrap().len(), 4);
     }
 }

@@ -3,19 +3,25 @@
 //! Everything is lazy: opening a checkpoint reads headers only, and no function here holds more
 //! than one tensor (for a quantized layer, the tensors of that one layer).
 
+pub mod compressed;
 pub mod config;
 pub mod dtype;
 pub mod floats;
+pub mod format;
 pub mod gptq;
 pub mod header;
+pub mod linear;
 pub mod pack;
 pub mod reader;
+pub mod verify;
 pub mod writer;
 
-pub use config::{QuantConfig, ZeroFormat};
+pub use config::QuantConfig;
 pub use dtype::DType;
-pub use gptq::GptqLinear;
+pub use format::{Format, StoredLayer};
 pub use header::TensorInfo;
+pub use linear::GptqLinear;
+pub use pack::ZeroFormat;
 pub use reader::Checkpoint;
 pub use writer::{Layout, TensorSpec, Writer};
 

@@ -1,4 +1,5 @@
-//! Codes of 2, 3, 4 and 8 bits in 32-bit words, as the GPTQ format stores them.
+//! Codes of 2, 3, 4 and 8 bits in 32-bit words, as the GPTQ formats store them; and as
+//! compressed-tensors does ([`Stream`]).
 //!
 //! A run of codes is a little-endian bit stream: code i occupies bits i·b to i·b + b − 1, counted
 //! from the lowest bit of the first word. 2, 4 and 8 bit codes never cross a word; of 3 bit codes
@@ -262,6 +263,96 @@ pub fn unpack_qzeros(
     Ok(zeros)
 }
 
+/// How codes lie in the rows of compressed-tensors: each row a bit stream of its own, its last word
+/// filled up with zeros.
+#[derive(Debug, Clone, Copy)]
+pub struct Stream {
+    run: Run,
+    /// Codes that no word boundary divides, so many to a word, or `None` for a dense stream.
+    per_word: Option<usize>,
+}
+
+impl Stream {
+    /// Without a bit left out: code i occupies bits i·b to i·b + b − 1 of its row.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for other than 2, 3, 4 and 8 bits.
+    pub fn dense(bits: u32) -> Result<Self> {
+        Ok(Self { run: Run::of(bits)?, per_word: None })
+    }
+
+    /// Only whole codes in a word, as earlier versions of compressed-tensors wrote 3 bits.
+    ///
+    /// # Errors
+    /// As [`Stream::dense`].
+    pub fn whole(bits: u32) -> Result<Self> {
+        Ok(Self { run: Run::of(bits)?, per_word: Some(32 / bits as usize) })
+    }
+
+    /// Words of a row of `count` codes.
+    pub fn words(&self, count: usize) -> usize {
+        match self.per_word {
+            Some(codes) => count.div_ceil(codes),
+            None => (count * self.run.bits as usize).div_ceil(32),
+        }
+    }
+
+    /// Packs codes `[rows, count]` into `[rows, words(count)]`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a wrong number of codes or a code that is too large.
+    pub fn pack(&self, codes: &[u8], rows: usize, count: usize) -> Result<Vec<u32>> {
+        check_length("codes", codes.len(), rows, count)?;
+        check_range("codes", codes, self.run)?;
+        let words = self.words(count);
+        let mut packed = vec![0; rows * words];
+        let bits = self.run.bits as usize;
+        for_chunks(&mut packed, words, |row, packed| {
+            for (index, &code) in codes[row * count..(row + 1) * count].iter().enumerate() {
+                let (word, bit) = self.place(index);
+                packed[word] |= u32::from(code) << bit;
+                if bit + bits > 32 {
+                    packed[word + 1] |= u32::from(code) >> (32 - bit);
+                }
+            }
+        });
+        Ok(packed)
+    }
+
+    /// Unpacks `[rows, words(count)]` into codes `[rows, count]`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a wrong number of words.
+    pub fn unpack(&self, packed: &[u32], rows: usize, count: usize) -> Result<Vec<u8>> {
+        let words = self.words(count);
+        check_length("packed codes", packed.len(), rows, words)?;
+        let bits = self.run.bits as usize;
+        let mask = u32::from(self.run.max_code());
+        let mut codes = vec![0; rows * count];
+        for_chunks(&mut codes, count, |row, codes| {
+            let packed = &packed[row * words..(row + 1) * words];
+            for (index, code) in codes.iter_mut().enumerate() {
+                let (word, bit) = self.place(index);
+                let mut value = packed[word] >> bit;
+                if bit + bits > 32 {
+                    value |= packed[word + 1] << (32 - bit);
+                }
+                *code = (value & mask) as u8;
+            }
+        });
+        Ok(codes)
+    }
+
+    /// The word and the bit at which a code begins.
+    fn place(&self, index: usize) -> (usize, usize) {
+        let bits = self.run.bits as usize;
+        match self.per_word {
+            Some(codes) => (index / codes, index % codes * bits),
+            None => (index * bits / 32, index * bits % 32),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -393,6 +484,32 @@ mod tests {
             let v1 = pack_qzeros(&zeros, groups, n, bits, ZeroFormat::V1).unwrap();
             prop_assert_eq!(&unpack_qzeros(&v1, groups, n, bits, ZeroFormat::V1).unwrap(), &zeros);
         }
+    }
+
+    /// The example of the format's own description, and a 3-bit row that crosses words.
+    #[test]
+    fn rows_are_streams_of_their_own() {
+        let stream = Stream::dense(4).unwrap();
+        let codes = [0, 1, 8, 9, 10, 11, 12, 15];
+        assert_eq!(stream.pack(&codes, 1, 8).unwrap(), [0xfcba_9810]);
+        let dense = Stream::dense(3).unwrap();
+        assert_eq!((dense.words(10), dense.words(11), dense.words(32)), (1, 2, 3));
+        let whole = Stream::whole(3).unwrap();
+        assert_eq!((whole.words(10), whole.words(11), whole.words(32)), (1, 2, 4));
+        let codes = [7; 11];
+        assert_eq!(dense.pack(&codes, 1, 11).unwrap(), [u32::MAX, 1]);
+        assert_eq!(whole.pack(&codes, 1, 11).unwrap(), [0x3fff_ffff, 7]);
+        for bits in WIDTHS {
+            for stream in [Stream::dense(bits).unwrap(), Stream::whole(bits).unwrap()] {
+                for count in [0, 1, 31, 32, 33, 100] {
+                    let codes = random_codes(5 * count, bits, 9);
+                    let packed = stream.pack(&codes, 5, count).unwrap();
+                    assert_eq!(stream.unpack(&packed, 5, count).unwrap(), codes);
+                }
+            }
+        }
+        assert!(Stream::dense(4).unwrap().pack(&[16], 1, 1).is_err());
+        assert!(Stream::dense(5).is_err());
     }
 
     fn random_codes(count: usize, bits: u32, seed: u64) -> Vec<u8> {

@@ -6,8 +6,11 @@
 use std::collections::{BTreeMap, HashSet};
 use std::rc::Rc;
 
+use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+
 use super::dtype::DType;
 use super::reader::Checkpoint;
+use super::verify::verify;
 use super::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE, header};
 use crate::error::{Error, Result};
 use crate::face;
@@ -18,7 +21,7 @@ use crate::storage::{Sink, SinkFile, Source};
 pub const DEFAULT_SHARD_BYTES: u64 = 4_000_000_000;
 
 /// A tensor copied unchanged moves in pieces of this many bytes.
-const COPY_BYTES: u64 = 16 << 20;
+pub(super) const COPY_BYTES: u64 = 16 << 20;
 
 /// What a tensor of the output will be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,6 +180,8 @@ pub struct Writer {
     layout: Layout,
     /// Tensors finished.
     done: usize,
+    /// XXH3 of each of them.
+    sums: Vec<u64>,
     /// The file of the tensor that comes next, once it is open.
     file: Option<Box<dyn SinkFile>>,
 }
@@ -195,15 +200,16 @@ impl Writer {
             sink.remove(&shard.name).await?;
             sink.remove(&shard.part()).await?;
         }
-        Ok(Self { sink, layout, done: 0, file: None })
+        Ok(Self { sink, layout, done: 0, sums: Vec::new(), file: None })
     }
 
-    /// Goes on after `tensors_done` tensors that an earlier writer of the same layout finished and
-    /// flushed; whatever it wrote beyond them is cut off.
+    /// Goes on after the tensors that an earlier writer of the same layout finished and flushed, whose
+    /// [`Writer::sums`] these are; whatever it wrote beyond them is cut off.
     ///
     /// # Errors
     /// [`Error::Resume`] naming the file that is absent or shorter than it must be.
-    pub async fn resume(sink: Rc<dyn Sink>, layout: Layout, tensors_done: usize) -> Result<Self> {
+    pub async fn resume(sink: Rc<dyn Sink>, layout: Layout, sums: &[u64]) -> Result<Self> {
+        let tensors_done = sums.len();
         if tensors_done > layout.tensors.len() {
             return Err(Error::resume(
                 format_args!(
@@ -225,7 +231,7 @@ impl Writer {
         for shard in &layout.shards[..whole_shards] {
             restore_whole(&*sink, shard).await?;
         }
-        let mut writer = Self { sink, layout, done: tensors_done, file: None };
+        let mut writer = Self { sink, layout, done: tensors_done, sums: sums.to_vec(), file: None };
         if !shard_done {
             writer.file = Some(writer.reopen(last).await?);
         }
@@ -250,6 +256,11 @@ impl Writer {
         self.done
     }
 
+    /// XXH3 of each tensor finished, in their order.
+    pub fn sums(&self) -> &[u64] {
+        &self.sums
+    }
+
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -267,7 +278,7 @@ impl Writer {
     pub async fn write(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         self.expect(name, bytes.len() as u64)?;
         self.current().await?.write(bytes).await?;
-        self.end_tensor().await
+        self.end_tensor(xxh3_64(bytes)).await
     }
 
     /// Writes the next tensor of the layout by copying the tensor `name` of `from` unchanged, a
@@ -287,13 +298,16 @@ impl Writer {
             )));
         }
         let mut begin = info.begin;
+        let mut sum = Xxh3::new();
         let file = self.current().await?;
         while begin < info.end {
             let end = info.end.min(begin + COPY_BYTES);
-            file.write(&from.source().read(&info.file, begin..end).await?).await?;
+            let bytes = from.source().read(&info.file, begin..end).await?;
+            sum.update(&bytes);
+            file.write(&bytes).await?;
             begin = end;
         }
-        self.end_tensor().await
+        self.end_tensor(sum.digest()).await
     }
 
     fn expect(&self, name: &str, bytes: u64) -> Result<()> {
@@ -341,7 +355,7 @@ impl Writer {
     }
 
     /// Counts the tensor just written; with the last one of a shard, gives the shard its name.
-    async fn end_tensor(&mut self) -> Result<()> {
+    async fn end_tensor(&mut self, sum: u64) -> Result<()> {
         if self.layout.is_last_of_shard(self.done) {
             if let Some(file) = self.file.take() {
                 file.close().await?;
@@ -350,6 +364,7 @@ impl Writer {
             self.sink.rename(&shard.part(), &shard.name).await?;
         }
         self.done += 1;
+        self.sums.push(sum);
         Ok(())
     }
 
@@ -409,10 +424,12 @@ impl Writer {
     }
 
     /// Completes the directory: `files` (name and content), the index if there are several shards,
-    /// and at the very end `config` as `config.json`.
+    /// and at the very end `config` as `config.json`. Before that all weights are read again and
+    /// compared with what was planned and written, see [`verify`].
     ///
     /// # Errors
-    /// [`Error::Internal`] if a tensor has not been written, and as [`Writer::write_file`].
+    /// [`Error::Internal`] if a tensor has not been written, and as [`Writer::write_file`] and
+    /// [`verify`].
     pub async fn finish(self, files: &[(String, Vec<u8>)], config: &str) -> Result<()> {
         if let Some(next) = self.next() {
             return Err(Error::Internal(format!("the output ends before tensor {}", next.spec.name)));
@@ -423,6 +440,7 @@ impl Writer {
         if let Some(index) = self.layout.index_json() {
             self.put(INDEX, index.as_bytes()).await?;
         }
+        verify(&*self.sink.reader().await?, &self.layout, &self.sums).await?;
         self.put(CONFIG, config.as_bytes()).await
     }
 }
@@ -483,6 +501,10 @@ mod tests {
     fn content(index: usize) -> Vec<u8> {
         let tensor = &layout().tensors[index];
         (0..tensor.end - tensor.begin).map(|byte| (byte * 7 + index as u64 * 31 + 1) as u8).collect()
+    }
+
+    fn sums() -> Vec<u64> {
+        (0..specs().len()).map(|index| xxh3_64(&content(index))).collect()
     }
 
     fn extras() -> Vec<(String, Vec<u8>)> {
@@ -603,7 +625,7 @@ mod tests {
                 assert!(sink.get(CONFIG).is_none(), "an unfinished directory has no config.json");
                 stopped_at.insert(done);
                 sink.set_capacity(None);
-                let writer = Writer::resume(Rc::new(sink.clone()), layout(), done).await.unwrap();
+                let writer = Writer::resume(Rc::new(sink.clone()), layout(), &sums()[..done]).await.unwrap();
                 assert_eq!(writer.position(), done);
                 write_rest(writer).await.unwrap();
                 let mut files = sink.files();
@@ -629,7 +651,8 @@ mod tests {
                     }
                     writer.flush().await.unwrap();
                     drop(writer);
-                    let writer = Writer::resume(Rc::new(sink.clone()), layout(), recorded).await.unwrap();
+                    let writer =
+                        Writer::resume(Rc::new(sink.clone()), layout(), &sums()[..recorded]).await.unwrap();
                     write_rest(writer).await.unwrap();
                     assert_eq!(sink.files(), whole, "{recorded} of {written}");
                 });
@@ -643,7 +666,7 @@ mod tests {
             let sink = MemorySink::new();
             let resume = |done| {
                 let sink = sink.clone();
-                async move { Writer::resume(Rc::new(sink), layout(), done).await.err().unwrap() }
+                async move { Writer::resume(Rc::new(sink), layout(), &vec![0; done]).await.err().unwrap() }
             };
             let gone = resume(2).await;
             assert_eq!(gone.exit_code(), 7);

@@ -34,6 +34,8 @@ enum What {
     Model(ModelArgs),
     /// Reading a prompt and generating from a dense or quantized model
     Decode(super::bench_decode::Args),
+    /// Products of packed weights, against 16-bit ones and what the device can do
+    Qmatmul(super::bench_qmatmul::Args),
 }
 
 #[derive(clap::Args)]
@@ -76,6 +78,7 @@ pub async fn run(args: Args) -> Result<()> {
         What::Layer(args) => bench_layer(args).await,
         What::Model(args) => bench_model(args).await,
         What::Decode(args) => super::bench_decode::run(args).await,
+        What::Qmatmul(args) => super::bench_qmatmul::run(args).await,
     }
 }
 
@@ -99,7 +102,7 @@ pub(super) fn show(json: bool, header: &[&str], rows: Vec<Vec<String>>) {
     }
 }
 
-fn noise(device: &Device, shape: &[usize]) -> Result<Tensor> {
+pub(super) fn noise(device: &Device, shape: &[usize]) -> Result<Tensor> {
     let mut state = 1u32;
     let values = (0..shape.iter().product())
         .map(|_| {
@@ -111,7 +114,7 @@ fn noise(device: &Device, shape: &[usize]) -> Result<Tensor> {
 }
 
 /// The shortest of the runs that fit in about a second, at least three.
-async fn best(device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+pub(super) async fn best(device: &Device, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     let (begun, mut best, mut runs) = (Instant::now(), f64::INFINITY, 0);
     while runs < 3 || (begun.elapsed().as_secs_f64() < 1.0 && runs < 50) {
         let since = Instant::now();

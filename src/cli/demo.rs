@@ -14,7 +14,7 @@ use crate::eval::perplexity;
 use crate::gptq::scheme::{Preset, Scheme};
 use crate::model::{ModelConfig, Stored};
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{Event, Observer, PlanOptions, RunOptions, make_plan, run as run_pipeline};
+use crate::pipeline::{Event, Observer, Output, PlanOptions, RunOptions, make_plan, run as run_pipeline};
 use crate::storage::memory::MemorySink;
 use crate::text::{ModelText, SegmentOptions, calibration_segments, evaluation_segments};
 
@@ -80,6 +80,7 @@ pub async fn run(args: Args) -> Result<()> {
             let (tokens, longest) =
                 if scheme.needs_inputs() { (calibration.report.tokens, SEQ_LEN) } else { (0, 0) };
             let options = PlanOptions {
+                output: Output::default(),
                 scheme,
                 tokens,
                 longest,

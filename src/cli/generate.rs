@@ -135,8 +135,8 @@ pub(super) fn show(event: Event) {
 
 /// Speed, in a line.
 pub(super) fn summary(generated: &Generated, generator: &Generator) -> String {
-    let read = generated.prompt_tokens - generated.reused_tokens;
-    let mut line = format!("read {read} tokens at {:.1} tokens/s", generated.prefill_rate());
+    let mut line =
+        format!("read {} tokens at {:.1} tokens/s", generated.read_tokens, generated.prefill_rate());
     if let Some(rate) = generated.decode_rate() {
         line += &format!(", generated {} at {rate:.1} tokens/s", generated.ids.len());
     }
@@ -149,6 +149,7 @@ fn as_json(generated: &Generated, options: &Options, generator: &Generator) -> s
         "ids": generated.ids,
         "finish": generated.finish,
         "prompt_tokens": generated.prompt_tokens,
+        "read_tokens": generated.read_tokens,
         "prefill_seconds": generated.prefill_seconds,
         "prefill_tokens_per_second": generated.prefill_rate(),
         "decode_seconds": generated.decode_seconds,

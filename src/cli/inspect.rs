@@ -2,24 +2,34 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
+use std::rc::Rc;
 
 use super::{open, table};
 use crate::checkpoint::GptqLinear;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::ModelConfig;
-use crate::model::arch::stages;
+use crate::model::arch::{LM_HEAD_MODULE, head_stage, stages};
+use crate::pipeline::check::{Severity, check as check_directory};
 use crate::pipeline::plan::human_bytes;
+use crate::storage::native::DirSource;
 
 #[derive(clap::Args)]
 pub struct Args {
     /// A model directory, dense or quantized
     dir: PathBuf,
+    /// Look for what a loader would trip over: contradictions between config and tensors, what fast
+    /// kernels refuse, what cannot be cut over several devices. Exit code 3 if there are errors
+    #[arg(long)]
+    check: bool,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
 }
 
 pub async fn run(args: Args) -> Result<()> {
+    if args.check {
+        return check(&args).await;
+    }
     let stored = open::model(&args.dir).await?;
     let checkpoint = &stored.checkpoint;
     let config = ModelConfig::parse(checkpoint.config())?;
@@ -31,32 +41,32 @@ pub async fn run(args: Args) -> Result<()> {
     }
     let mut modules = Vec::new();
     let mut parameters: u64 = 0;
-    for layer in 0..config.layers {
-        for spec in stages(&config, layer).into_iter().flat_map(|stage| stage.linears) {
+    let head = (!config.tie_word_embeddings).then(|| head_stage(&config));
+    let all = (0..config.layers).flat_map(|layer| stages(&config, layer)).chain(head);
+    for spec in all.flat_map(|stage| stage.linears) {
+        if spec.module != LM_HEAD_MODULE {
             parameters += (spec.in_features * spec.out_features) as u64;
-            let scheme = match &stored.quant {
-                Some(quant) if GptqLinear::is_in(checkpoint, &spec.module) => {
-                    quant.scheme_of(&spec.module)?
-                }
-                _ => None,
-            };
-            let format = match scheme {
-                Some(scheme) => format!(
-                    "{} bits, group {}, {}{}",
-                    scheme.bits,
-                    scheme.group_size,
-                    if scheme.sym { "sym" } else { "asym" },
-                    if scheme.desc_act { ", desc_act" } else { "" }
-                ),
-                None => checkpoint
-                    .info(&format!("{}.weight", spec.module))
-                    .map_or("missing".to_owned(), |info| info.dtype.name().to_owned()),
-            };
-            let prefix = format!("{}.", spec.module);
-            let of = |name: &str| name.starts_with(&prefix);
-            let bytes: u64 = checkpoint.tensors().iter().filter(|t| of(&t.name)).map(|t| t.bytes()).sum();
-            modules.push((spec, format, bytes));
         }
+        let scheme = match &stored.quant {
+            Some(quant) if GptqLinear::is_in(checkpoint, &spec.module) => quant.scheme_of(&spec.module)?,
+            _ => None,
+        };
+        let format = match scheme {
+            Some(scheme) => format!(
+                "{} bits, group {}, {}{}",
+                scheme.bits,
+                scheme.group_size,
+                if scheme.sym { "sym" } else { "asym" },
+                if scheme.desc_act { ", desc_act" } else { "" }
+            ),
+            None => checkpoint
+                .info(&format!("{}.weight", spec.module))
+                .map_or("missing".to_owned(), |info| info.dtype.name().to_owned()),
+        };
+        let prefix = format!("{}.", spec.module);
+        let of = |name: &str| name.starts_with(&prefix);
+        let bytes: u64 = checkpoint.tensors().iter().filter(|t| of(&t.name)).map(|t| t.bytes()).sum();
+        modules.push((spec, format, bytes));
     }
     let tables = if config.tie_word_embeddings { 1 } else { 2 };
     parameters += (tables * config.vocab_size * config.hidden_size) as u64;
@@ -121,4 +131,47 @@ pub async fn run(args: Args) -> Result<()> {
         .collect();
     table::print(&["module", "in", "out", "format", "bytes"], &rows);
     Ok(())
+}
+
+/// Places of a finding that are shown.
+const PLACES: usize = 3;
+
+async fn check(args: &Args) -> Result<()> {
+    let found = check_directory(Rc::new(DirSource::open(&args.dir)?)).await?;
+    let errors = found.count(Severity::Error);
+    if args.json {
+        let text =
+            serde_json::to_string_pretty(&found).map_err(|error| Error::Internal(error.to_string()))?;
+        say!("{text}");
+    } else {
+        for finding in &found.findings {
+            let kind = match finding.severity {
+                Severity::Error => "error",
+                Severity::Warning => "warning",
+                Severity::Note => "note",
+            };
+            let shown = finding.places.iter().take(PLACES).cloned().collect::<Vec<_>>().join(", ");
+            let more = match finding.places.len().saturating_sub(PLACES) {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            say!("{kind}: {shown}{more}: {}. {}", finding.problem, finding.advice);
+        }
+        let format = found.format.map_or_else(String::new, |format| format!(" as {format}"));
+        say!(
+            "{}: {} quantized layers{format}; {errors} errors, {} warnings, {} notes",
+            args.dir.display(),
+            found.modules,
+            found.count(Severity::Warning),
+            found.count(Severity::Note)
+        );
+    }
+    match errors {
+        0 => Ok(()),
+        _ => Err(Error::model(
+            args.dir.display(),
+            "a loader would trip over it",
+            "Standard output has the errors",
+        )),
+    }
 }

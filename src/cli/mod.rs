@@ -11,8 +11,10 @@ macro_rules! say {
 mod adapters;
 mod bench;
 mod bench_decode;
+mod bench_qmatmul;
 mod chat;
 mod compare;
+mod convert;
 mod demo;
 mod eval;
 mod generate;
@@ -44,12 +46,14 @@ pub(crate) struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Quantize a Hugging Face model directory to a GPTQ checkpoint
+    /// Quantize a Hugging Face model directory to a GPTQ or compressed-tensors checkpoint
     Quantize(quantize::Args),
     /// Check a quantization without doing it: table of layers, memory, time, output size
     Plan(plan::Args),
-    /// Show what a model directory holds
+    /// Show what a model directory holds, and what a loader would trip over
     Inspect(inspect::Args),
+    /// Rewrite a quantized model in another file format, without quantizing again
+    Convert(convert::Args),
     /// List the GPU adapters of this machine
     Adapters(adapters::Args),
     /// Perplexity of a dense or quantized model on a text
@@ -99,6 +103,7 @@ async fn run(command: Command) -> Result<()> {
         Command::Quantize(args) => quantize::run(args).await,
         Command::Plan(args) => plan::run(args).await,
         Command::Inspect(args) => inspect::run(args).await,
+        Command::Convert(args) => convert::run(args).await,
         Command::Adapters(args) => adapters::run(args).await,
         Command::Eval(args) => eval::run(args).await,
         Command::Compare(args) => compare::run(args).await,

@@ -2,8 +2,11 @@
 
 use clap::{Args, ValueEnum};
 
+use crate::checkpoint::Format;
+use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::error::Result;
 use crate::gptq::scheme::{Choice, Preset, Scheme};
+use crate::pipeline::{Output, Override};
 use crate::text::SegmentOptions;
 
 /// The grid and the method.
@@ -66,6 +69,61 @@ impl SchemeArgs {
     }
 }
 
+/// What is written.
+#[derive(Args, Clone)]
+pub struct OutputArgs {
+    /// gptq: the widest known; gptq_v2: the same with zero points as they are; compressed-tensors: that
+    /// of llm-compressor and vLLM, in the model's own 16-bit type
+    #[arg(long, value_enum, default_value_t = FormatArg::Gptq)]
+    format: FormatArg,
+    /// What differs for the layers whose name a regex matches, such as 'down_proj=bits:8,group_size:32';
+    /// also sym, asym, desc_act, static_groups, mse; may be repeated, the first that matches counts
+    #[arg(long = "override", value_name = "REGEX=KEY:VALUE,…")]
+    overrides: Vec<String>,
+    /// Leave the layers whose name a regex matches in 16 bits; may be repeated
+    #[arg(long, value_name = "REGEX")]
+    skip: Vec<String>,
+    /// Quantize the output head too, of a model whose head is not its embedding table
+    #[arg(long)]
+    quantize_lm_head: bool,
+    /// Bytes of tensors in one file at most [default: 4GB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    shard_size: Option<u64>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+pub enum FormatArg {
+    Gptq,
+    #[value(name = "gptq_v2")]
+    GptqV2,
+    CompressedTensors,
+}
+
+impl FormatArg {
+    pub fn format(self) -> Format {
+        match self {
+            Self::Gptq => Format::Gptq,
+            Self::GptqV2 => Format::GptqV2,
+            Self::CompressedTensors => Format::CompressedTensors,
+        }
+    }
+}
+
+impl OutputArgs {
+    pub fn output(&self) -> Result<Output> {
+        Ok(Output {
+            format: self.format.format(),
+            overrides: self.overrides.iter().map(|text| Override::parse(text)).collect::<Result<_>>()?,
+            skip: self.skip.clone(),
+            lm_head: self.quantize_lm_head,
+        })
+    }
+
+    pub fn shard_bytes(&self) -> u64 {
+        self.shard_size.unwrap_or(DEFAULT_SHARD_BYTES)
+    }
+}
+
 /// What every job on a model takes.
 #[derive(Args, Clone)]
 pub struct JobArgs {
@@ -73,6 +131,8 @@ pub struct JobArgs {
     pub model: std::path::PathBuf,
     #[command(flatten)]
     pub scheme: SchemeArgs,
+    #[command(flatten)]
+    pub output: OutputArgs,
     #[command(flatten)]
     pub calibration: CalibrationArgs,
     #[command(flatten)]
@@ -131,7 +191,7 @@ pub struct MemoryArgs {
 }
 
 /// `500MB`, `4GB`, `4GiB`, or plain bytes.
-fn parse_size(text: &str) -> std::result::Result<u64, String> {
+pub fn parse_size(text: &str) -> std::result::Result<u64, String> {
     let text = text.trim();
     let split = text.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(text.len());
     let (number, unit) = text.split_at(split);

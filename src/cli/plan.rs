@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use super::open;
 use super::options::JobArgs;
 use super::table;
-use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
+use crate::checkpoint::Layout;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Stored};
@@ -44,19 +44,21 @@ pub struct Request<'a> {
 
 /// Opens everything and makes the plan.
 pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
-    let JobArgs { model, scheme, calibration, device, memory } = request.job;
-    let scheme = scheme.scheme()?;
+    let JobArgs { model, scheme, output, calibration, device, memory } = request.job;
+    let (scheme, shard_bytes) = (scheme.scheme()?, output.shard_bytes());
+    let output = output.output()?;
     let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
     let config = ModelConfig::parse(stored.checkpoint.config())?;
     let device = open::device(device).await?;
     let mut options = PlanOptions {
         scheme,
+        output,
         tokens: 0,
         longest: 0,
         max_memory: open::memory(memory),
         batch_tokens: request.batch_tokens,
-        shard_bytes: DEFAULT_SHARD_BYTES,
+        shard_bytes,
     };
     let segments = if !options.scheme.needs_inputs() {
         Segments::none()
@@ -81,12 +83,12 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
 }
 
 /// Refuses a disk that cannot hold the result.
-pub fn check_disk(plan: &Plan, out: &Path) -> Result<()> {
+pub fn check_room(layout: &Layout, out: &Path) -> Result<()> {
     // What a stopped or an earlier run has left there is written over.
     let there = |name: &str| std::fs::metadata(out.join(name)).map_or(0, |file| file.len());
-    let shards = plan.layout.shards().iter();
+    let shards = layout.shards().iter();
     let left: u64 = shards.map(|shard| there(&shard.name).max(there(&shard.part())).min(shard.size)).sum();
-    let needed = plan.layout.file_bytes() - left + (16 << 20);
+    let needed = layout.file_bytes() - left + (16 << 20);
     match open::free_space(out) {
         Some(free) if free < needed => Err(Error::io(
             "write",
@@ -105,14 +107,16 @@ pub async fn run(args: Args) -> Result<()> {
     let request = Request { job: &args.job, text_optional: true, batch_tokens: None };
     let Prepared { stored, segments, device, plan } = prepare(request).await?;
     if let Some(out) = &args.out {
-        check_disk(&plan, out)?;
+        check_room(&plan.layout, out)?;
     }
     let seconds = estimate::seconds(&plan, estimate::speed(&device).await?);
     if args.json {
         let object = serde_json::json!({
             "model_type": plan.config.family.name(),
             "device": device.describe(),
+            "format": plan.output.format,
             "modules": plan.modules,
+            "skipped": plan.skipped,
             "memory": plan.memory,
             "memory_total": plan.memory.total(),
             "micro_batch_tokens": plan.batch_tokens,
@@ -152,6 +156,9 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         .collect();
     table::print(&["layer", "stage", "module", "in", "out", "bits", "group", "before", "after"], &rows);
     say!("");
+    if !plan.skipped.is_empty() {
+        say!("left in 16 bits: {}", plan.skipped.join(", "));
+    }
     let memory = &plan.memory;
     say!(
         "model: {}, {} layers, {} in {} tensors",
@@ -166,8 +173,9 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         say!("calibration: {} tokens assumed; with --calibration FILE they are counted", plan.tokens);
     }
     say!(
-        "output: {}, {:.2} bits per weight in quantized layers",
+        "output: {} as {}, {:.2} bits per weight in quantized layers",
         human_bytes(plan.layout.file_bytes()),
+        plan.output.format,
         plan.bits_per_weight()
     );
     say!(

@@ -116,11 +116,11 @@ impl Observer for Terminal {
                     (rtn, gptq) if rtn > 0.0 => format!(", {:.0} % of rtn's loss left", 100.0 * gptq / rtn),
                     _ => String::new(),
                 };
-                let blocks = self.blocks;
-                self.bar.set_message(format!(
-                    "block {}/{blocks} {stage}, {rate:.0} tokens/s{removed}",
-                    block + 1
-                ));
+                let place = match self.blocks {
+                    blocks if block < blocks => format!("block {}/{blocks} {stage}", block + 1),
+                    _ => "output head".to_owned(),
+                };
+                self.bar.set_message(format!("{place}, {rate:.0} tokens/s{removed}"));
             }
             Event::Module(row) => {
                 self.losses.0 += row.rtn_loss.unwrap_or(0.0);

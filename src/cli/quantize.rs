@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use super::options::JobArgs;
-use super::plan::{Prepared, Request, check_disk, prepare};
+use super::plan::{Prepared, Request, check_room, prepare};
 use super::progress::{Terminal, stop_flag};
 use crate::checkpoint::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE};
 use crate::error::{Error, Result};
@@ -45,7 +45,7 @@ pub async fn run(args: Args) -> Result<()> {
         batch_tokens: stopped.map(|journal| journal.inputs.batch_tokens),
     };
     let Prepared { stored, segments, device, plan } = prepare(request).await?;
-    check_disk(&plan, &args.out)?;
+    check_room(&plan.layout, &args.out)?;
     let sink = open_out(&args)?;
     // From here on Ctrl-C leaves something to go on from.
     let stop = stop_flag();

@@ -83,6 +83,7 @@ pub struct Gpu {
     submit_budget: Cell<f64>,
     #[cfg(not(target_arch = "wasm32"))]
     in_flight: RefCell<std::collections::VecDeque<wgpu::SubmissionIndex>>,
+    dispatched: Cell<u64>,
     /// What start-up measurements chose, by name of the choice.
     tuning: RefCell<HashMap<&'static str, u32>>,
 }
@@ -151,6 +152,7 @@ impl Gpu {
             submit_budget,
             #[cfg(not(target_arch = "wasm32"))]
             in_flight: RefCell::default(),
+            dispatched: Cell::default(),
             tuning: RefCell::default(),
         }))
     }
@@ -187,6 +189,11 @@ impl Gpu {
 
     pub fn set_tuned(&self, choice: &'static str, value: u32) {
         self.tuning.borrow_mut().insert(choice, value);
+    }
+
+    /// Dispatches recorded so far.
+    pub fn dispatches(&self) -> u64 {
+        self.dispatched.get()
     }
 
     /// Bytes in buffers handed out, and the most there ever were (idle ones included).
@@ -317,6 +324,7 @@ impl Gpu {
             layout: &pipeline.layout,
             entries: &entries,
         });
+        self.dispatched.set(self.dispatched.get() + 1);
         let mut batch = self.batch.borrow_mut();
         batch.params.extend_from_slice(params);
         let slots = (batch.recorded.len() + 1) * SLOT_BYTES;

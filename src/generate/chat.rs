@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use super::{Event, Generated, Generator, Options};
+use super::{Event, Finish, Generated, Generator, Options};
 use crate::error::{Error, Result};
 use crate::text::{Clock, RenderOptions};
 
@@ -56,7 +56,11 @@ impl Chat {
     ) -> Result<Generated> {
         let prompt = self.prompt(generator)?;
         let generated = generator.generate(&prompt, options, tell).await?;
-        self.messages.push(json!({"role": "assistant", "content": generated.text}));
+        match generated.finish {
+            // Stopped before it began: as if nothing had been said.
+            Finish::Stopped if generated.ids.is_empty() => self.take_back(),
+            _ => self.messages.push(json!({"role": "assistant", "content": generated.text})),
+        }
         Ok(generated)
     }
 

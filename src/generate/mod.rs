@@ -94,6 +94,8 @@ pub struct Generated {
     pub prompt_tokens: usize,
     /// Tokens of the prompt that the model had read before.
     pub reused_tokens: usize,
+    /// Tokens of the prompt that it has read now.
+    pub read_tokens: usize,
     /// From the start to the first token.
     pub prefill_seconds: f64,
     /// From the first token to the last.
@@ -105,7 +107,7 @@ pub struct Generated {
 impl Generated {
     /// Tokens of the prompt read in a second.
     pub fn prefill_rate(&self) -> f64 {
-        (self.prompt_tokens - self.reused_tokens) as f64 / self.prefill_seconds.max(1e-9)
+        self.read_tokens as f64 / self.prefill_seconds.max(1e-9)
     }
 
     /// Tokens chosen in a second, the first of which belongs to the prompt; `None` of one token.
@@ -192,6 +194,7 @@ impl Generator {
             finish: Finish::Stopped,
             prompt_tokens: prompt.len(),
             reused_tokens: common,
+            read_tokens: 0,
             prefill_seconds: 0.0,
             decode_seconds: 0.0,
             decoded_tokens: 0,
@@ -199,11 +202,14 @@ impl Generator {
         for chunk in body[common..].chunks(Decoder::CHUNK) {
             let reading = Event::Reading { done: self.read.len(), of: prompt.len() };
             if !tell(reading).await {
+                generated.prefill_seconds = begun.elapsed().as_secs_f64();
                 return Ok(generated);
             }
             self.decoder.read(chunk).await?;
             self.read.extend(chunk);
+            generated.read_tokens += chunk.len();
         }
+        generated.read_tokens += 1;
 
         let mut stream = self.text.tokenizer().ok().map(|tokenizer| TextStream::after(tokenizer, prompt));
         let mut next = last;

@@ -80,15 +80,7 @@ impl Scheme {
     /// # Errors
     /// [`Error::Options`] for choices that make no sense, alone or together.
     pub fn chosen(choice: &Choice) -> Result<Self> {
-        let group_size = match choice.group_size {
-            -1 => None,
-            size => Some(usize::try_from(size).map_err(|_| {
-                Error::options(
-                    format!("{} {size} is not a size", face::GROUP_SIZE),
-                    format!("Use {}, or a number of columns such as 128", face::WHOLE_ROW),
-                )
-            })?),
-        };
+        let group_size = Self::group_size_of(choice.group_size)?;
         let base = Self::preset(choice.preset, choice.bits, group_size);
         let scheme = Self {
             sym: choice.sym,
@@ -99,18 +91,23 @@ impl Scheme {
             ..base
         };
         scheme.check()?;
-        if scheme.preset == Preset::Rtn && (scheme.desc_act || !scheme.static_groups) {
-            return Err(Error::options(
-                format!("{} rtn takes no order of columns and has static groups only", face::PRESET),
-                format!(
-                    "Leave out {} and {}, or choose {} reference",
-                    face::DESC_ACT,
-                    face::STATIC_GROUPS,
-                    face::PRESET
-                ),
-            ));
-        }
         Ok(scheme)
+    }
+
+    /// [`Scheme::group_size`] of the number that files and options have: −1 for one group per row.
+    ///
+    /// # Errors
+    /// [`Error::Options`] for other negative numbers.
+    pub fn group_size_of(number: i64) -> Result<Option<usize>> {
+        match number {
+            -1 => Ok(None),
+            size => usize::try_from(size).map(Some).map_err(|_| {
+                Error::options(
+                    format!("{} {size} is not a size", face::GROUP_SIZE),
+                    format!("Use {}, or a number of columns such as 128", face::WHOLE_ROW),
+                )
+            }),
+        }
     }
 
     /// Refuses what no file can hold or no arithmetic can do.
@@ -134,6 +131,17 @@ impl Scheme {
             return Err(Error::options(
                 format!("{} {} is out of range", face::DAMP_PERCENT, self.damp_percent),
                 "Use a number above 0 and at most 1; 0.01 is usual",
+            ));
+        }
+        if self.preset == Preset::Rtn && (self.desc_act || !self.static_groups) {
+            return Err(Error::options(
+                format!("{} rtn takes no order of columns and has static groups only", face::PRESET),
+                format!(
+                    "Leave out {} and {}, or choose {} reference",
+                    face::DESC_ACT,
+                    face::STATIC_GROUPS,
+                    face::PRESET
+                ),
             ));
         }
         Ok(())

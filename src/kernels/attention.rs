@@ -5,7 +5,9 @@
 //! scores of a tile of query rows, the GPU those of a few keys (online softmax, Milakov and
 //! Gimelshein 2018, arXiv 1805.02867).
 
-use half::f16;
+use std::borrow::Cow;
+
+use half::slice::HalfFloatSliceExt;
 
 use super::attention_row;
 use super::matmul::{Product, Strided, Values, matmul};
@@ -130,7 +132,16 @@ fn run(
     extent: Extent,
 ) -> Result<()> {
     match q.device() {
-        Device::Cpu => cpu(out.f32s_mut()?, q.f32s()?, Floats::of(k)?, Floats::of(v)?, shape, extent),
+        Device::Cpu => {
+            let rows = q.rows() / extent.seq_len * (extent.start + extent.seq_len);
+            let (k, v) = (wide(k, rows)?, wide(v, rows)?);
+            cpu(out.f32s_mut()?, q.f32s()?, &k, &v, shape, extent);
+            for widened in [k, v] {
+                if let Cow::Owned(widened) = widened {
+                    host::give(widened);
+                }
+            }
+        }
         // A software adapter has few threads, so it rather computes less above the diagonal.
         Device::Gpu(gpu) => {
             let groups = if gpu.summary().software { 8 } else { 16 };
@@ -140,28 +151,17 @@ fn run(
     Ok(())
 }
 
-/// Keys or values on the host.
-#[derive(Clone, Copy)]
-pub(super) enum Floats<'a> {
-    F32(&'a [f32]),
-    F16(&'a [f16]),
-}
-
-impl<'a> Floats<'a> {
-    pub fn of(tensor: &'a Tensor) -> Result<Self> {
-        match tensor.host_data()? {
-            Host::F32(values) => Ok(Self::F32(values)),
-            Host::F16(values) => Ok(Self::F16(values)),
-            _ => Err(Error::Internal("attention: keys and values must be f32 or f16".into())),
+/// The first `rows` rows of keys or values as f32.
+fn wide(tensor: &Tensor, rows: usize) -> Result<Cow<'_, [f32]>> {
+    let len = rows * tensor.cols();
+    match tensor.host_data()? {
+        Host::F32(values) => Ok(Cow::Borrowed(&values[..len])),
+        Host::F16(values) => {
+            let mut wide = host::take(len);
+            values[..len].convert_to_f32_slice(&mut wide);
+            Ok(Cow::Owned(wide))
         }
-    }
-
-    /// From element `offset` on.
-    fn from(self, offset: usize) -> Values<'a> {
-        match self {
-            Self::F32(values) => Values::F32(&values[offset..]),
-            Self::F16(values) => Values::F16(&values[offset..]),
-        }
+        _ => Err(Error::Internal("attention: keys and values must be f32 or f16".into())),
     }
 }
 
@@ -169,29 +169,24 @@ impl<'a> Floats<'a> {
 /// that little is computed above the diagonal.
 const TILE: usize = 64;
 
-fn cpu(out: &mut [f32], q: &[f32], k: Floats, v: Floats, shape: &Attention, extent: Extent) {
+fn cpu(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, extent: Extent) {
     let Extent { seq_len, start } = extent;
     let (width, kv_width) = (shape.width(), shape.kv_width());
+    let keys = start + seq_len;
     // Tiles own whole rows of the result, so tasks never share memory.
     for_chunks(out, seq_len * width, |sequence, out| {
         let q = &q[sequence * seq_len * width..][..seq_len * width];
-        let before = sequence * (start + seq_len) * kv_width;
+        let k = &k[sequence * keys * kv_width..][..keys * kv_width];
+        let v = &v[sequence * keys * kv_width..][..keys * kv_width];
         for_chunks(out, TILE * width, |tile, out| {
-            attend(out, &q[tile * TILE * width..], (k, v, before), shape, start + tile * TILE);
+            attend(out, &q[tile * TILE * width..], k, v, shape, start + tile * TILE);
         });
     });
 }
 
-/// All heads of the queries at positions `first..` of one sequence, as many as `out` has rows; the
-/// sequence's keys and values lie behind `before` elements. The query heads that share a key head are
-/// stacked into one product.
-fn attend(
-    out: &mut [f32],
-    q: &[f32],
-    (k, v, before): (Floats, Floats, usize),
-    shape: &Attention,
-    first: usize,
-) {
+/// All heads of the queries at positions `first..` of one sequence, as many as `out` has rows. The query
+/// heads that share a key head are stacked into one product.
+fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, first: usize) {
     let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
     let (width, kv_width, sharing) = (heads * head_dim, kv_heads * head_dim, heads / kv_heads);
     let rows = out.len() / width;
@@ -208,14 +203,14 @@ fn attend(
         for (at, stacked) in stacked.chunks_exact_mut(head_dim).enumerate() {
             stacked.copy_from_slice(&q[piece(at / rows, at % rows)..][..head_dim]);
         }
-        let kv_offset = before + start * kv_width + kv_head * head_dim;
-        let rows_of = |values, ld| Strided { values, row: ld, col: 1 };
+        let kv_offset = start * kv_width + kv_head * head_dim;
+        let rows_of = |values, ld| Strided { values: Values::F32(values), row: ld, col: 1 };
         let scored = Product {
             m: sharing * rows,
             n: keys,
             k: head_dim,
-            a: rows_of(Values::F32(&stacked), head_dim),
-            b: rows_of(k.from(kv_offset), kv_width).t(),
+            a: rows_of(&stacked, head_dim),
+            b: rows_of(&k[kv_offset..], kv_width).t(),
             alpha: scale,
             beta: 0.0,
             bias: None,
@@ -234,8 +229,8 @@ fn attend(
             m: sharing * rows,
             n: head_dim,
             k: keys,
-            a: rows_of(Values::F32(&scores), keys),
-            b: rows_of(v.from(kv_offset), kv_width),
+            a: rows_of(&scores, keys),
+            b: rows_of(&v[kv_offset..], kv_width),
             alpha: 1.0,
             beta: 0.0,
             bias: None,

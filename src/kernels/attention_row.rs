@@ -9,12 +9,12 @@ use std::ops::Range;
 
 use half::f16;
 
-use super::attention::{Attention, Floats};
+use super::attention::Attention;
 use super::parallel::for_chunks;
 use super::simd::{exp, exp_and_sum, largest, multiversion};
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::tensor::Tensor;
+use crate::tensor::{Host, Tensor};
 
 #[cfg(target_arch = "x86_64")]
 mod x86;
@@ -30,6 +30,23 @@ const WORTH_SHARING: usize = 1 << 17;
 
 /// The largest head that the CPU's buffer holds; larger ones exist in no supported family.
 const LARGEST_HEAD: usize = 512;
+
+/// Keys or values on the host.
+#[derive(Clone, Copy)]
+enum Floats<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+}
+
+impl<'a> Floats<'a> {
+    fn of(tensor: &'a Tensor) -> Result<Self> {
+        match tensor.host_data()? {
+            Host::F32(values) => Ok(Self::F32(values)),
+            Host::F16(values) => Ok(Self::F16(values)),
+            _ => Err(Error::Internal("attention: keys and values must be f32 or f16".into())),
+        }
+    }
+}
 
 /// As [`super::attention::cached`], which has checked the shapes.
 pub(super) fn cached(

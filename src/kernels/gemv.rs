@@ -118,7 +118,9 @@ mod tests {
             for (turn, elem) in [Elem::F32, Elem::F16, Elem::BF16].into_iter().enumerate() {
                 let step = (index + turn) % 3;
                 let want = run(&Device::Cpu, elem, shape, step, false);
-                for device in [Some(Device::Cpu), gpu.clone()].iter().flatten() {
+                // A GPU makes a pipeline for every kind: one of three for each shape.
+                let gpu = gpu.clone().filter(|_| index % 3 == turn || elem == Elem::BF16);
+                for device in [Some(Device::Cpu), gpu].iter().flatten() {
                     let error = relative_error(&run(device, elem, shape, step, true), &want);
                     assert!(error < 3e-6, "{} {elem:?} {shape:?} {step}: {error}", device.describe());
                 }

@@ -7,6 +7,7 @@ pub mod add;
 pub mod append;
 pub mod attention;
 mod attention_row;
+pub mod ceiling;
 pub mod cholesky;
 pub mod columns;
 pub mod cross_entropy;

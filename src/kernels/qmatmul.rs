@@ -162,6 +162,24 @@ mod tests {
         layers
     }
 
+    /// Some of them, enough for each path of the kernels: a GPU makes a pipeline for every kind.
+    pub(super) fn kinds() -> Vec<Layer> {
+        let odd = |bits| Layer { sym: false, act_order: true, wide: true, ..Layer::new(37, 96, bits, 32) };
+        vec![
+            Layer::new(72, 96, 2, 32),
+            odd(2),
+            Layer { sym: false, ..Layer::new(40, 160, 3, 64) },
+            odd(3),
+            Layer::new(520, 160, 4, 64),
+            Layer { sym: false, ..Layer::new(72, 96, 4, -1) },
+            Layer { sym: false, act_order: true, ..Layer::new(33, 48, 4, 12) },
+            // More than one chunk of X in workgroup memory.
+            Layer { sym: false, ..Layer::new(9, 4096, 4, 128) },
+            Layer { sym: false, ..Layer::new(72, 96, 8, 32) },
+            odd(8),
+        ]
+    }
+
     #[derive(Debug, Clone, Copy)]
     pub(super) enum Step {
         Plain,
@@ -253,9 +271,8 @@ mod tests {
     #[test]
     fn the_gpu_gives_what_widened_weights_give() {
         let Some(device) = test_gpu() else { return };
-        for (index, shape) in layers().into_iter().enumerate() {
+        for (index, shape) in kinds().into_iter().enumerate() {
             let layer = shape.make();
-            // A row count is a pipeline of its own, which takes a while to make.
             for rows in [1 + index % 4, 5, 70] {
                 let (step, add) = (STEPS[(index + rows) % 3], rows % 2 == 0);
                 let want = expected(&layer, step, rows, add);
@@ -269,7 +286,7 @@ mod tests {
     fn the_tile_kernel_gives_what_the_register_kernel_gives() {
         let Some(device) = test_gpu() else { return };
         let Device::Gpu(gpu) = &device else { return };
-        for shape in layers().into_iter().filter(|shape| shape.bits > 2 || shape.wide) {
+        for shape in kinds().into_iter().step_by(3) {
             let layer = shape.make();
             let got = [0, 1].map(|variant| {
                 force(gpu, variant);

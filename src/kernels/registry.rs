@@ -5,8 +5,8 @@
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
 use super::{
-    add, append, attention, attention_row, cholesky, columns, cross_entropy, dequant, divergence, embedding,
-    gemm, gemv,
+    add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant, divergence,
+    embedding, gemm, gemv,
 };
 use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
@@ -21,6 +21,7 @@ pub fn registry() -> Vec<Registered> {
         append::KERNELS,
         attention::KERNELS,
         attention_row::KERNELS,
+        ceiling::KERNELS,
         cholesky::KERNELS,
         columns::KERNELS,
         cross_entropy::KERNELS,

@@ -6,6 +6,7 @@ use super::config::ModelConfig;
 pub const EMBEDDING: &str = "model.embed_tokens.weight";
 pub const FINAL_NORM: &str = "model.norm.weight";
 pub const LM_HEAD: &str = "lm_head.weight";
+pub const LM_HEAD_MODULE: &str = "lm_head";
 
 /// One linear layer of a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -19,7 +20,8 @@ pub struct LinearSpec {
     pub bias: bool,
 }
 
-/// Linear layers that see the same input: they share one Hessian and one factor.
+/// Linear layers that see the same input: they share one Hessian and one factor. Serving engines make
+/// one matrix of them, so they also share one scheme.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stage {
     pub name: &'static str,
@@ -55,6 +57,18 @@ pub fn stages(config: &ModelConfig, layer: usize) -> Vec<Stage> {
         },
         Stage { name: "down", linears: vec![mlp("down_proj", inner, hidden)] },
     ]
+}
+
+/// The output head as a stage of its own, after the last block's; only for a head that is not tied.
+pub fn head_stage(config: &ModelConfig) -> Stage {
+    let spec = LinearSpec {
+        module: LM_HEAD_MODULE.to_owned(),
+        short: LM_HEAD_MODULE,
+        in_features: config.hidden_size,
+        out_features: config.vocab_size,
+        bias: false,
+    };
+    Stage { name: LM_HEAD_MODULE, linears: vec![spec] }
 }
 
 /// The prefix of every tensor of block `layer`.

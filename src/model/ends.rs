@@ -1,6 +1,6 @@
 //! The two ends of a model: the embedding table and the language-model head.
 
-use super::arch::{EMBEDDING, FINAL_NORM, LM_HEAD};
+use super::arch::{EMBEDDING, FINAL_NORM, head_stage};
 use super::config::ModelConfig;
 use super::linear::Linear;
 use super::weights::{Weights, check, load_f32, load_row_chunks};
@@ -93,6 +93,19 @@ impl Embedding {
     }
 }
 
+/// The norm behind the last block: the input of the head, [tokens, hidden].
+///
+/// # Errors
+/// [`Error::Model`] when the tensor is absent or has the wrong shape.
+pub async fn final_norm<W: Weights + ?Sized>(
+    config: &ModelConfig,
+    weights: &W,
+    device: &Device,
+) -> Result<Tensor> {
+    let norm = load_f32(weights, FINAL_NORM, &[config.hidden_size]).await?;
+    Tensor::from_f32(device, &[config.hidden_size], norm)
+}
+
 /// The final norm and the language-model head.
 pub struct Head {
     norm: Tensor,
@@ -111,13 +124,11 @@ impl Head {
         device: &Device,
     ) -> Result<Self> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let norm = load_f32(weights, FINAL_NORM, &[hidden]).await?;
-        let name = if config.tie_word_embeddings { EMBEDDING } else { LM_HEAD };
-        Ok(Self {
-            norm: Tensor::from_f32(device, &[hidden], norm)?,
-            eps: config.rms_norm_eps,
-            weight: Linear::new(load_row_chunks(weights, name, [vocab, hidden], device).await?, None)?,
-        })
+        let weight = match config.tie_word_embeddings {
+            true => Linear::new(load_row_chunks(weights, EMBEDDING, [vocab, hidden], device).await?, None)?,
+            false => weights.linear(&head_stage(config).linears[0], device).await?,
+        };
+        Ok(Self { norm: final_norm(config, weights, device).await?, eps: config.rms_norm_eps, weight })
     }
 
     /// Logits [tokens, vocab] of the last block's output.
@@ -148,9 +159,34 @@ impl Head {
     /// −ln p(target) in nats for each row of the last block's output; see
     /// [`crate::kernels::cross_entropy::nll`].
     pub async fn nll(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
+        if self.weight.is_packed() {
+            return self.nll_of_logits(h, targets).await;
+        }
         nll(&rmsnorm(h, &self.norm, self.eps)?, &self.weight.chunks()?, targets).await
     }
+
+    /// The same from logits, some tokens at a time: a packed weight has no rows to go through.
+    async fn nll_of_logits(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
+        let (device, hidden) = (h.device(), h.cols());
+        let values = h.to_f32().await?;
+        let mut losses = Vec::with_capacity(targets.len());
+        for (values, targets) in values.chunks(LOGITS_TOKENS * hidden).zip(targets.chunks(LOGITS_TOKENS)) {
+            let part = Tensor::from_f32(device, &[values.len() / hidden, hidden], values.to_vec())?;
+            let logits = self.logits(&part)?;
+            let cols = logits.cols();
+            for (row, &target) in logits.to_f32().await?.chunks(cols).zip(targets) {
+                let of_target = *row.get(target as usize).ok_or_else(|| outside(target, cols))?;
+                let largest = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+                let sum: f64 = row.iter().map(|&logit| f64::from(logit - largest).exp()).sum();
+                losses.push((sum.ln() + f64::from(largest) - f64::from(of_target)) as f32);
+            }
+        }
+        Ok(losses)
+    }
 }
+
+/// Tokens whose logits are in memory together.
+const LOGITS_TOKENS: usize = 64;
 
 fn outside(id: u32, vocab: usize) -> Error {
     Error::text(

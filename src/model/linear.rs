@@ -28,7 +28,7 @@ enum Weight {
     /// f32, f16 or bf16 [out, in]
     Dense(Tensor),
     /// Codes of 2, 3, 4 or 8 bits.
-    Packed(Packed),
+    Packed(Box<Packed>),
 }
 
 impl Linear {
@@ -52,7 +52,8 @@ impl Linear {
         let step = Packed::most_rows(device, layer.k, layer.bits);
         let mut parts = vec![];
         for start in (0..layer.n).step_by(step) {
-            parts.push(Weight::Packed(Packed::new(layer, start..layer.n.min(start + step), device)?));
+            let rows = start..layer.n.min(start + step);
+            parts.push(Weight::Packed(Box::new(Packed::new(layer, rows, device)?)));
         }
         Self::of(parts, layer.bias.clone(), layer.k)
     }
@@ -123,6 +124,11 @@ impl Linear {
             Weight::Packed(_) => Err(Error::Internal("linear: a packed weight has no rows of floats".into())),
         };
         self.parts.iter().map(chunk).collect()
+    }
+
+    /// Whether any part of the weight is packed codes.
+    pub fn is_packed(&self) -> bool {
+        self.parts.iter().any(|part| matches!(part.weight, Weight::Packed(_)))
     }
 
     /// Bytes of the weight and the bias, all of which a product reads.
@@ -218,7 +224,7 @@ impl Part {
         }
         let weight = match (self.weight, next.weight) {
             (Weight::Dense(a), Weight::Dense(b)) if joins(&a, &b) => Weight::Dense(a.joined(&b)?),
-            (Weight::Packed(a), Weight::Packed(b)) if a.joins(&b) => Weight::Packed(a.joined(&b)?),
+            (Weight::Packed(a), Weight::Packed(b)) if a.joins(&b) => Weight::Packed(Box::new(a.joined(&b)?)),
             (a, b) => {
                 return Ok(vec![Self { weight: a, bias: self.bias }, Self { weight: b, bias: next.bias }]);
             }

@@ -20,7 +20,7 @@ pub use block::Block;
 pub use cache::KvCache;
 pub use config::{Family, ModelConfig};
 pub use decoder::{Decoder, DecoderOptions};
-pub use ends::{Embedding, Head};
+pub use ends::{Embedding, Head, final_norm};
 pub use linear::Linear;
 pub use rope::{Rope, RopeKind};
 pub use stored::Stored;

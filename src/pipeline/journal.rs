@@ -10,6 +10,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::report::ModuleRow;
+use super::select::{Output, Override};
 use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::scheme::Scheme;
@@ -30,6 +31,9 @@ pub struct Inputs {
     /// The calibration tokens' hash.
     pub text: String,
     pub scheme: Scheme,
+    pub output: Output,
+    /// Files that the weights are distributed over.
+    pub shards: usize,
     pub device: String,
     pub batch_tokens: usize,
 }
@@ -39,11 +43,12 @@ pub struct Inputs {
 pub struct Journal {
     pub inputs: Inputs,
     pub blocks_done: usize,
-    pub tensors_done: usize,
+    /// XXH3 of each tensor written, to compare with when all is.
+    pub sums: Vec<u64>,
     /// Of work so far, over all sittings.
     pub seconds: f64,
-    /// Some layer's g_idx is not the natural one.
-    pub act_ordered: bool,
+    /// Modules whose g_idx is not the natural one.
+    pub act_ordered: Vec<String>,
     pub modules: Vec<ModuleRow>,
     pub warnings: Vec<String>,
 }
@@ -81,8 +86,12 @@ impl Journal {
         let was = &self.inputs;
         let (a, b) = (&was.scheme, &now.scheme);
         let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
+        let list = |texts: Vec<String>| if texts.is_empty() { "none".to_owned() } else { texts.join(" ") };
+        let overrides = |output: &Output| list(output.overrides.iter().map(Override::to_string).collect());
+        let (x, y) = (&was.output, &now.output);
         let batch = format!("the micro-batch size ({})", face::MAX_MEMORY);
-        let pairs: [(&dyn fmt::Display, _, _); 14] = [
+        let shards = format!("the number of files ({})", face::SHARD_SIZE);
+        let pairs: [(&dyn fmt::Display, _, _); 19] = [
             (&"the model", was.source.clone(), now.source.clone()),
             (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
             (&"the calibration text", was.text.clone(), now.text.clone()),
@@ -95,6 +104,11 @@ impl Journal {
             (&face::MSE, a.mse.to_string(), b.mse.to_string()),
             // In f32, since reading JSON may cost a double its last bit.
             (&face::DAMP_PERCENT, (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
+            (&face::FORMAT, x.format.to_string(), y.format.to_string()),
+            (&face::OVERRIDE, overrides(x), overrides(y)),
+            (&face::SKIP, list(x.skip.clone()), list(y.skip.clone())),
+            (&face::QUANTIZE_LM_HEAD, x.lm_head.to_string(), y.lm_head.to_string()),
+            (&shards, was.shards.to_string(), now.shards.to_string()),
             (&"the device", was.device.clone(), now.device.clone()),
             (&batch, was.batch_tokens.to_string(), now.batch_tokens.to_string()),
             (&"Halftone's version", was.version.clone(), now.version.clone()),
@@ -122,15 +136,17 @@ mod tests {
             calibration: "c".into(),
             text: "t".into(),
             scheme: Scheme::preset(Preset::Default, 4, Some(64)),
+            output: Output::default(),
+            shards: 1,
             device: "cpu".into(),
             batch_tokens: 2048,
         };
         Journal {
             inputs,
             blocks_done: 1,
-            tensors_done: 9,
+            sums: vec![7, u64::MAX],
             seconds: 1.5,
-            act_ordered: false,
+            act_ordered: vec![],
             modules: vec![],
             warnings: vec![],
         }
@@ -154,6 +170,10 @@ mod tests {
         now.scheme.bits = 3;
         let message = was.check(&now).unwrap_err().to_string();
         assert!(message.contains("--bits") && message.contains("was 4, is 3"), "{message}");
+        let mut now = was.inputs.clone();
+        now.output.overrides.push(Override::parse("down=bits:8").unwrap());
+        let message = was.check(&now).unwrap_err().to_string();
+        assert!(message.contains("--override changed (was none, is down=bits:8)"), "{message}");
         let now = Inputs { text: "u".into(), ..was.inputs.clone() };
         assert!(was.check(&now).unwrap_err().to_string().contains("the calibration text changed"));
     }

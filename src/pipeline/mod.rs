@@ -3,6 +3,8 @@
 //! [`plan`] checks everything that can be checked before any work; [`run`] goes block by block and
 //! stage by stage; [`journal`] lets a stopped run go on; [`events`] tells what is happening.
 
+pub mod check;
+pub mod convert;
 pub mod corner;
 pub mod estimate;
 pub mod events;
@@ -10,6 +12,7 @@ pub mod journal;
 pub mod plan;
 pub mod report;
 pub mod run;
+pub mod select;
 pub mod stream;
 mod unfinished;
 
@@ -18,3 +21,4 @@ pub use events::{Event, Observer};
 pub use plan::{ModulePlan, Plan, PlanOptions, make_plan};
 pub use report::{ModuleRow, RunReport};
 pub use run::{RunOptions, run};
+pub use select::{Output, Override};

@@ -5,20 +5,24 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
+use super::select::{Output, assign};
 use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
-use crate::checkpoint::{Layout, TensorSpec, gptq};
+use crate::checkpoint::{DType, Format, Layout, StoredLayer, TensorSpec};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::scheme::Scheme;
+use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::PANEL;
-use crate::model::arch::{Stage, block_prefix, expected_tensors, stages};
+use crate::model::arch::{LM_HEAD_MODULE, Stage, block_prefix, expected_tensors, head_stage, stages};
 use crate::model::{LinearSpec, ModelConfig, Stored, Weights};
 
 /// What the user may say about a run's resources.
 #[derive(Debug, Clone)]
 pub struct PlanOptions {
+    /// Of every layer that `output` says nothing else about.
     pub scheme: Scheme,
+    pub output: Output,
     /// Tokens of calibration text, and its longest sequence.
     pub tokens: usize,
     pub longest: usize,
@@ -41,9 +45,49 @@ pub struct ModulePlan {
     pub output: usize,
     pub bits: u32,
     pub group: i64,
+    pub sym: bool,
     /// Bytes in the source and in the result.
     pub dense_bytes: u64,
     pub quantized_bytes: u64,
+}
+
+/// How a linear layer is quantized and what its scales and bias are stored as.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Assigned {
+    pub scheme: Scheme,
+    pub scale: DType,
+    pub bias: Option<DType>,
+}
+
+impl Assigned {
+    /// As a file holds it.
+    pub fn stored<'a>(&self, spec: &'a LinearSpec) -> StoredLayer<'a> {
+        StoredLayer {
+            prefix: &spec.module,
+            n: spec.out_features,
+            k: spec.in_features,
+            scheme: stored_scheme(&self.scheme),
+            scale: self.scale,
+            bias: self.bias,
+        }
+    }
+
+    pub fn scale_type(&self) -> ScaleType {
+        match self.scale {
+            DType::F16 => ScaleType::F16,
+            DType::BF16 => ScaleType::BF16,
+            _ => ScaleType::F32,
+        }
+    }
+}
+
+fn stored_scheme(scheme: &Scheme) -> StoredScheme {
+    StoredScheme {
+        bits: scheme.bits,
+        group_size: group_size(scheme),
+        desc_act: scheme.needs_g_idx(),
+        sym: scheme.sym,
+    }
 }
 
 /// Bytes at the plan's most demanding moment, by what they hold.
@@ -70,11 +114,16 @@ impl Memory {
 /// A checked plan.
 pub struct Plan {
     pub config: ModelConfig,
+    /// Of every layer that `output` says nothing else about.
     pub scheme: Scheme,
+    pub output: Output,
+    /// By module; `None` for one that stays in 16 bits.
+    pub assigned: HashMap<String, Option<Assigned>>,
+    /// Those that are quantized.
     pub modules: Vec<ModulePlan>,
+    /// Those that stay in 16 bits as asked.
+    pub skipped: Vec<String>,
     pub layout: Layout,
-    /// As it will be in `config.json`; `desc_act` is settled when all is quantized.
-    pub quant: QuantConfig,
     pub memory: Memory,
     /// Tokens of a micro-batch.
     pub batch_tokens: usize,
@@ -119,20 +168,42 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     if !device.is_cpu() {
         check_shapes(&config)?;
     }
-    let specs: Vec<(usize, &'static str, LinearSpec)> = (0..config.layers)
-        .flat_map(|layer| {
-            stages(&config, layer)
-                .into_iter()
-                .flat_map(move |stage| stage.linears.into_iter().map(move |spec| (layer, stage.name, spec)))
-        })
-        .collect();
+    let output = &options.output;
+    if output.lm_head && config.tie_word_embeddings {
+        return Err(Error::options(
+            format!(
+                "{}: this model's head is its embedding table (tie_word_embeddings), which stays in 16 bits",
+                face::QUANTIZE_LM_HEAD
+            ),
+            format!("Leave out {}", face::QUANTIZE_LM_HEAD),
+        ));
+    }
+    let stages = all_stages(&config, output);
+    let specs = specs_of(&stages);
     check_extras(stored, &specs)?;
-    check_groups(scheme, &specs)?;
+    let mut assigned = HashMap::new();
+    let schemes = assign(scheme, output, &stages.iter().map(|(_, stage)| stage.clone()).collect::<Vec<_>>())?;
+    for (_, stage) in &stages {
+        let scale = scale_dtype(stored, output.format, stage)?;
+        for spec in &stage.linears {
+            let scheme = schemes.get(&spec.module).cloned().flatten();
+            let bias = match spec.bias {
+                true => Some(bias_dtype(stored, output.format, spec)?),
+                false => None,
+            };
+            assigned.insert(spec.module.clone(), scheme.map(|scheme| Assigned { scheme, scale, bias }));
+        }
+    }
+    check_groups(options, &specs, &assigned)?;
 
-    let group = group_size(scheme);
     let mut modules = Vec::with_capacity(specs.len());
+    let mut skipped = Vec::new();
     for (layer, stage, spec) in &specs {
-        let tensors = gptq_specs(scheme, spec)?;
+        let Some(assigned) = assigned.get(&spec.module).and_then(Option::as_ref) else {
+            skipped.push(spec.module.clone());
+            continue;
+        };
+        let tensors = output.format.specs(&assigned.stored(spec))?;
         let bytes = |spec: &TensorSpec| spec.dtype.bytes_of(&spec.shape).unwrap_or(0);
         let weight = stored.checkpoint.require(&format!("{}.weight", spec.module))?;
         modules.push(ModulePlan {
@@ -141,35 +212,21 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             module: spec.module.clone(),
             input: spec.in_features,
             output: spec.out_features,
-            bits: scheme.bits,
-            group,
+            bits: assigned.scheme.bits,
+            group: group_size(&assigned.scheme),
+            sym: assigned.scheme.sym,
             dense_bytes: weight.bytes(),
             quantized_bytes: tensors.iter().map(bytes).sum(),
         });
     }
-    let layout = layout(stored, &config, options, &specs)?;
-    let mut quant = QuantConfig::new(StoredScheme {
-        bits: scheme.bits,
-        group_size: group,
-        desc_act: scheme.needs_g_idx(),
-        sym: scheme.sym,
-    });
-    quant.damp_percent = Some(scheme.damp_percent);
-    quant.true_sequential = Some(true);
-    quant.static_groups = Some(scheme.static_groups);
-    quant.meta = serde_json::json!({
-        "quantizer": [format!("halftone:{}", env!("CARGO_PKG_VERSION"))],
-        "preset": scheme.preset,
-        "act_order": scheme.desc_act,
-        "scale_search": scheme.mse,
-    })
-    .as_object()
-    .cloned()
-    .unwrap_or_default();
+    if modules.is_empty() {
+        return Err(Error::options(format!("{} leaves no layer to quantize", face::SKIP), "Skip fewer"));
+    }
+    let layout = layout(stored, &config, options, &specs, &assigned)?;
 
     let mut plan = Plan {
         memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 0 },
-        flops: flops(&config, options, &specs),
+        flops: flops(&config, options, &stages, &assigned),
         batch_tokens: options.batch_tokens.unwrap_or(BATCH_TOKENS).max(options.longest),
         piece_bytes: PIECE_BYTES,
         stream_on_device: true,
@@ -177,10 +234,12 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         tokens: options.tokens,
         warnings: Vec::new(),
         scheme: scheme.clone(),
+        output: output.clone(),
+        assigned,
         config,
         modules,
+        skipped,
         layout,
-        quant,
     };
     fit_memory(&mut plan, options, device)?;
     if options.longest > plan.config.max_position_embeddings {
@@ -189,7 +248,59 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             options.longest, plan.config.max_position_embeddings
         ));
     }
+    let rules = plan.quant_config(None)?.rules;
+    if output.format != Format::CompressedTensors && !rules.is_empty() {
+        plan.warnings.push(format!(
+            "what differs from layer to layer goes to \"dynamic\", which GPTQModel, vLLM and SGLang read; Transformers \
+             alone does not, but reads the same of {}",
+            face::AS_COMPRESSED
+        ));
+    }
+    let ordered = plan.assigned.values().flatten().any(|assigned| assigned.scheme.needs_g_idx());
+    if ordered && output.format == Format::CompressedTensors {
+        plan.warnings.push(format!(
+            "groups that follow the order of columns (actorder \"group\") are refused by compressed-tensors 0.19 and \
+             later; {} makes a file that all load",
+            face::STATIC_GROUPS
+        ));
+    }
     Ok(plan)
+}
+
+/// Every stage with the number of its block; the head's, if it is quantized, with the number after the
+/// last.
+fn all_stages(config: &ModelConfig, output: &Output) -> Vec<(usize, Stage)> {
+    let blocks = (0..config.layers)
+        .flat_map(|layer| stages(config, layer).into_iter().map(move |stage| (layer, stage)));
+    blocks.chain(output.lm_head.then(|| (config.layers, head_stage(config)))).collect()
+}
+
+fn specs_of(stages: &[(usize, Stage)]) -> Vec<(usize, &'static str, LinearSpec)> {
+    stages
+        .iter()
+        .flat_map(|(layer, stage)| stage.linears.iter().map(move |spec| (*layer, stage.name, spec.clone())))
+        .collect()
+}
+
+/// What a stage's scales are stored as: GPTQ has f16 whatever the model is in, compressed-tensors the
+/// model's own type.
+fn scale_dtype(stored: &Stored, format: Format, stage: &Stage) -> Result<DType> {
+    if format != Format::CompressedTensors {
+        return Ok(DType::F16);
+    }
+    let mut dtypes = Vec::new();
+    for spec in &stage.linears {
+        dtypes.push(stored.checkpoint.require(&format!("{}.weight", spec.module))?.dtype);
+    }
+    let first = dtypes.first().copied().unwrap_or(DType::F32);
+    Ok(if dtypes.iter().all(|dtype| *dtype == first) { first } else { DType::F32 })
+}
+
+fn bias_dtype(stored: &Stored, format: Format, spec: &LinearSpec) -> Result<DType> {
+    match format {
+        Format::CompressedTensors => Ok(stored.checkpoint.require(&format!("{}.bias", spec.module))?.dtype),
+        _ => Ok(DType::F16),
+    }
 }
 
 /// −1 for one group per row, as the file format writes it.
@@ -256,11 +367,22 @@ fn check_extras(stored: &Stored, specs: &[(usize, &'static str, LinearSpec)]) ->
     Ok(())
 }
 
-/// Groups must divide every layer's inputs, and codes must fill whole words both ways.
-fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) -> Result<()> {
-    // 32 codes of any width fill whole words; 2, 4 and 8 bits need only 32 / bits.
-    let run = if scheme.bits == 3 { 32 } else { 32 / scheme.bits as usize };
+/// Groups must divide every layer's inputs, and in the GPTQ formats codes must fill whole words both
+/// ways.
+fn check_groups(
+    options: &PlanOptions,
+    specs: &[(usize, &'static str, LinearSpec)],
+    assigned: &HashMap<String, Option<Assigned>>,
+) -> Result<()> {
+    let scheme_of = |spec: &LinearSpec| assigned.get(&spec.module)?.as_ref().map(|assigned| &assigned.scheme);
     for (_, _, spec) in specs {
+        let Some(scheme) = scheme_of(spec) else { continue };
+        // 32 codes of any width fill whole words; 2, 4 and 8 bits need only 32 / bits.
+        let run = match (options.output.format, scheme.bits) {
+            (Format::CompressedTensors, _) => 1,
+            (_, 3) => 32,
+            (_, bits) => 32 / bits as usize,
+        };
         for (what, size) in [("input", spec.in_features), ("output", spec.out_features)] {
             if !size.is_multiple_of(run) {
                 return Err(Error::options(
@@ -268,26 +390,42 @@ fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) ->
                         "{} has {size} {what} features, and {}-bit codes are stored {run} at a time",
                         spec.module, scheme.bits
                     ),
-                    "Use another bit width",
+                    format!(
+                        "Use another bit width, {}, or {} '{}'",
+                        face::AS_COMPRESSED,
+                        face::SKIP,
+                        spec.short
+                    ),
                 ));
             }
         }
     }
-    let Some(group) = scheme.group_size else { return Ok(()) };
-    if let Some((_, _, spec)) = specs.iter().find(|(_, _, spec)| !spec.in_features.is_multiple_of(group)) {
+    for (_, _, spec) in specs {
+        let Some(group) = scheme_of(spec).and_then(|scheme| scheme.group_size) else { continue };
+        if spec.in_features.is_multiple_of(group) {
+            continue;
+        }
+        let alike: Vec<&LinearSpec> = specs
+            .iter()
+            .map(|(_, _, spec)| spec)
+            .filter(|spec| scheme_of(spec).is_some_and(|scheme| scheme.group_size == Some(group)))
+            .collect();
         let legal: Vec<String> = [16, 32, 64, 128, 256, 512, 1024]
             .into_iter()
-            .filter(|size| specs.iter().all(|(_, _, spec)| spec.in_features.is_multiple_of(*size)))
+            .filter(|size| alike.iter().all(|spec| spec.in_features.is_multiple_of(*size)))
             .map(|size: usize| size.to_string())
             .collect();
         let legal = match legal.is_empty() {
             true => {
-                format!("Use {}; no usual size divides all of this model's layers", face::WHOLE_ROW)
+                format!("Use {}; no usual size divides all of these layers", face::WHOLE_ROW)
             }
             false => format!(
-                "Use {} or one that divides all of this model's layers: {}",
+                "Use {} or one that divides all of this model's layers: {}; or another for some by {} \
+                 '{}=group_size:…'",
                 face::WHOLE_ROW,
-                legal.join(", ")
+                legal.join(", "),
+                face::OVERRIDE,
+                spec.short
             ),
         };
         return Err(Error::options(
@@ -303,10 +441,6 @@ fn check_groups(scheme: &Scheme, specs: &[(usize, &'static str, LinearSpec)]) ->
     Ok(())
 }
 
-fn gptq_specs(scheme: &Scheme, spec: &LinearSpec) -> Result<Vec<TensorSpec>> {
-    gptq::specs(&spec.module, spec.out_features, spec.in_features, scheme.bits, group_size(scheme), spec.bias)
-}
-
 /// Tensors in the order in which they are written: what is not in a block, then block by block its
 /// norms and its linear layers stage by stage.
 fn layout(
@@ -314,34 +448,55 @@ fn layout(
     config: &ModelConfig,
     options: &PlanOptions,
     specs: &[(usize, &'static str, LinearSpec)],
+    assigned: &HashMap<String, Option<Assigned>>,
 ) -> Result<Layout> {
     let copied = |name: &str| {
         let info = stored.checkpoint.require(name)?;
         Ok::<_, Error>(TensorSpec::new(name, info.dtype, info.shape.clone()))
     };
     let mut tensors = Vec::new();
-    for name in outside_blocks(stored, config) {
+    for name in outside_blocks(stored, config, assigned) {
         tensors.push(copied(&name)?);
     }
+    let quantized = |layer: usize| {
+        specs.iter().filter(move |(of, _, _)| *of == layer).filter_map(|(_, _, spec)| {
+            let assigned = assigned.get(&spec.module)?.as_ref()?;
+            Some(options.output.format.specs(&assigned.stored(spec)))
+        })
+    };
     for layer in 0..config.layers {
-        for name in block_copies(stored, layer, specs) {
+        for name in block_copies(stored, layer, assigned) {
             tensors.push(copied(&name)?);
         }
-        for (_, _, spec) in specs.iter().filter(|(of, _, _)| *of == layer) {
-            tensors.extend(gptq_specs(&options.scheme, spec)?);
+        for specs in quantized(layer) {
+            tensors.extend(specs?);
         }
+    }
+    for specs in quantized(config.layers) {
+        tensors.extend(specs?);
     }
     Layout::new(tensors, options.shard_bytes)
 }
 
+/// Whether a tensor belongs to a layer that is quantized, and so is not copied.
+fn is_quantized(name: &str, assigned: &HashMap<String, Option<Assigned>>) -> bool {
+    let module = name.rsplit_once('.').map_or("", |(module, _)| module);
+    assigned.get(module).is_some_and(Option::is_some)
+}
+
 /// Tensors that no block owns: embedding, final norm, head, and whatever else the file holds.
-pub fn outside_blocks(stored: &Stored, config: &ModelConfig) -> Vec<String> {
+pub fn outside_blocks(
+    stored: &Stored,
+    config: &ModelConfig,
+    assigned: &HashMap<String, Option<Assigned>>,
+) -> Vec<String> {
     let prefixes: Vec<String> = (0..config.layers).map(|layer| format!("{}.", block_prefix(layer))).collect();
     let mut names: Vec<String> = stored
         .checkpoint
         .names()
         .filter(|name| !prefixes.iter().any(|prefix| name.starts_with(prefix)))
         .filter(|name| !(config.tie_word_embeddings && *name == "lm_head.weight"))
+        .filter(|name| !is_quantized(name, assigned))
         .map(str::to_owned)
         .collect();
     names.sort();
@@ -352,17 +507,14 @@ pub fn outside_blocks(stored: &Stored, config: &ModelConfig) -> Vec<String> {
 pub fn block_copies(
     stored: &Stored,
     layer: usize,
-    specs: &[(usize, &'static str, LinearSpec)],
+    assigned: &HashMap<String, Option<Assigned>>,
 ) -> Vec<String> {
     let prefix = format!("{}.", block_prefix(layer));
     let mut names: Vec<String> = stored
         .checkpoint
         .names()
         .filter(|name| name.starts_with(&prefix))
-        .filter(|name| {
-            let module = name.rsplit_once('.').map_or("", |(module, _)| module);
-            !specs.iter().any(|(of, _, spec)| *of == layer && spec.module == module)
-        })
+        .filter(|name| !is_quantized(name, assigned))
         .map(str::to_owned)
         .collect();
     names.sort();
@@ -370,12 +522,23 @@ pub fn block_copies(
 }
 
 /// Multiplications and additions of the run: those of [`stage_flops`] and [`linear_flops`] together.
-fn flops(config: &ModelConfig, options: &PlanOptions, specs: &[(usize, &'static str, LinearSpec)]) -> f64 {
-    let scheme = &options.scheme;
-    let stages = (0..config.layers).flat_map(|layer| stages(config, layer));
-    let calibrated = stages.filter(|_| scheme.needs_inputs());
-    calibrated.map(|stage| stage_flops(config, &stage, options.tokens, options.longest)).sum::<f64>()
-        + specs.iter().map(|(_, _, spec)| linear_flops(scheme, spec, options.tokens)).sum::<f64>()
+fn flops(
+    config: &ModelConfig,
+    options: &PlanOptions,
+    stages: &[(usize, Stage)],
+    assigned: &HashMap<String, Option<Assigned>>,
+) -> f64 {
+    let is_quantized = |spec: &LinearSpec| assigned.get(&spec.module).is_some_and(Option::is_some);
+    let mut sum = 0.0;
+    for (_, stage) in stages {
+        if options.scheme.needs_inputs() && stage.linears.iter().any(is_quantized) {
+            sum += stage_flops(config, stage, options.tokens, options.longest);
+        }
+        for spec in &stage.linears {
+            sum += linear_flops(&options.scheme, spec, options.tokens, is_quantized(spec));
+        }
+    }
+    sum
 }
 
 /// A stage's part for `tokens` tokens in sequences of `seq_len`: their Hessian, and the attention
@@ -387,13 +550,15 @@ pub fn stage_flops(config: &ModelConfig, stage: &Stage, tokens: usize, seq_len: 
     tokens as f64 * (n * n + attention)
 }
 
-/// A linear layer's part: its product with all tokens, the sweep, and the loss of plain rounding to
-/// compare with; or the rounding alone.
-pub fn linear_flops(scheme: &Scheme, spec: &LinearSpec, tokens: usize) -> f64 {
+/// A linear layer's part: its product with all tokens and, if it is quantized, the sweep and the loss of
+/// plain rounding to compare with; or the rounding alone.
+pub fn linear_flops(scheme: &Scheme, spec: &LinearSpec, tokens: usize, quantized: bool) -> f64 {
     let (n, m) = (spec.in_features as f64, spec.out_features as f64);
-    match scheme.needs_inputs() {
-        true => 2.0 * tokens as f64 * n * m + 2.0 * m * n * n,
-        false => ROUNDING_FLOPS * m * n,
+    match (scheme.needs_inputs(), quantized) {
+        (true, true) => 2.0 * tokens as f64 * n * m + 2.0 * m * n * n,
+        (true, false) => 2.0 * tokens as f64 * n * m,
+        (false, true) => ROUNDING_FLOPS * m * n,
+        (false, false) => 0.0,
     }
 }
 
@@ -410,15 +575,16 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     let bytes = |count: usize| 4 * count as u64;
     let widest = hidden.max(width).max(inner);
     let panels = |n: usize| bytes(n * n / 2 + n * PANEL);
-    let layer_weights: u64 = plan
-        .modules
+    let layer_weights: u64 = stages(config, 0)
         .iter()
-        .filter(|module| module.layer == 0)
-        .map(|module| bytes(module.input * module.output))
+        .flat_map(|stage| &stage.linears)
+        .map(|spec| bytes(spec.in_features * spec.out_features))
         .sum();
     // A piece of a weight with its copy in the order, codes, result, and plain rounding's own copy.
     let largest = plan.modules.iter().map(|module| module.input * module.output).max().unwrap_or(0);
-    let pieces = 5 * bytes(largest).min(plan.piece_bytes as u64);
+    // A head's codes and packed words are too large to pass over.
+    let head = if options.output.lm_head { 2 * (config.vocab_size * hidden) as u64 } else { 0 };
+    let pieces = 5 * bytes(largest).min(plan.piece_bytes as u64) + head;
     let working =
         |batch: usize| bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
     plan.memory = if calibrated {
@@ -489,14 +655,54 @@ impl Plan {
         8.0 * bytes as f64 / weights.max(1) as f64
     }
 
-    pub fn specs(&self) -> Vec<(usize, &'static str, LinearSpec)> {
-        (0..self.config.layers)
-            .flat_map(|layer| {
-                stages(&self.config, layer).into_iter().flat_map(move |stage| {
-                    stage.linears.into_iter().map(move |spec| (layer, stage.name, spec))
-                })
-            })
-            .collect()
+    /// How a linear layer is quantized, `None` for one that stays in 16 bits.
+    pub fn assigned(&self, module: &str) -> Option<&Assigned> {
+        self.assigned.get(module)?.as_ref()
+    }
+
+    /// What `config.json` will say. `act_ordered` are the modules that came out with groups in another
+    /// order than the natural one; before the run, those that may.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for names that no pattern can match.
+    pub fn quant_config(&self, act_ordered: Option<&[String]>) -> Result<QuantConfig> {
+        let format = self.output.format;
+        // The tensors of compressed-tensors follow what was planned.
+        let settled = |scheme: &Scheme| StoredScheme {
+            desc_act: scheme.needs_g_idx()
+                && act_ordered.is_none_or(|modules| {
+                    format == Format::CompressedTensors
+                        || modules
+                            .iter()
+                            .any(|module| self.assigned(module).is_some_and(|of| of.scheme == *scheme))
+                }),
+            ..stored_scheme(scheme)
+        };
+        let mut modules: Vec<(&str, Option<StoredScheme>)> = Vec::with_capacity(self.assigned.len());
+        for (_, _, spec) in specs_of(&all_stages(&self.config, &self.output)) {
+            let Some((module, assigned)) = self.assigned.get_key_value(&spec.module) else { continue };
+            modules.push((module, assigned.as_ref().map(|assigned| settled(&assigned.scheme))));
+        }
+        let mut quant = QuantConfig::of_modules(format, settled(&self.scheme), &modules)?;
+        quant.damp_percent = Some(self.scheme.damp_percent);
+        quant.true_sequential = Some(true);
+        quant.static_groups = Some(self.scheme.static_groups);
+        quant.act_order = self.scheme.desc_act;
+        quant.meta = serde_json::json!({
+            "quantizer": [format!("halftone:{}", env!("CARGO_PKG_VERSION"))],
+            "preset": self.scheme.preset,
+            "act_order": self.scheme.desc_act,
+            "scale_search": self.scheme.mse,
+        })
+        .as_object()
+        .cloned()
+        .unwrap_or_default();
+        Ok(quant)
+    }
+
+    /// The head's stage, if it is quantized.
+    pub fn head(&self) -> Option<Stage> {
+        self.assigned(LM_HEAD_MODULE).map(|_| head_stage(&self.config))
     }
 }
 

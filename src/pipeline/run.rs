@@ -12,22 +12,23 @@ use web_time::Instant;
 use super::corner::Corner;
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
-use super::plan::{Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
+use super::plan::{Assigned, Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
 use super::report::{ModuleRow, RunReport, csv, logged};
-use super::stream::{Batches, Stream};
+use super::stream::{Batch, Batches, Stream};
 use super::unfinished::Unfinished;
 use crate::checkpoint::{
-    CONFIG, GptqLinear, QUANTIZE_CONFIG, Writer, ZeroFormat, config::edited_config, floats, is_weights_file,
+    CONFIG, DType, Format, GptqLinear, QUANTIZE_CONFIG, Writer, config::edited_config, floats,
+    is_weights_file,
 };
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::layer::{Losses, Prepared, prepare, quantize_rows};
+use crate::kernels::rmsnorm::rmsnorm;
 use crate::kernels::rope::RopeTable;
-use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::model::arch::{Stage, stages};
-use crate::model::{Block, Embedding, Linear, LinearSpec, Stored, Weights, load_f32};
+use crate::model::{Block, Embedding, Linear, LinearSpec, Stored, Weights, final_norm, load_f32};
 use crate::storage::Sink;
 use crate::tensor::{Elem, Host, Tensor};
 use crate::text::Segments;
@@ -68,6 +69,8 @@ pub async fn run(
         calibration: if calibrated { options.calibration.clone() } else { String::new() },
         text: if calibrated { format!("{:016x}", segments.fingerprint()) } else { String::new() },
         scheme: plan.scheme.clone(),
+        output: plan.output.clone(),
+        shards: plan.layout.shards().len(),
         device: device.describe(),
         batch_tokens: plan.batch_tokens,
     };
@@ -78,14 +81,14 @@ pub async fn run(
     let journal = journal.unwrap_or(Journal {
         inputs,
         blocks_done: 0,
-        tensors_done: 0,
+        sums: Vec::new(),
         seconds: 0.0,
-        act_ordered: false,
+        act_ordered: Vec::new(),
         modules: Vec::new(),
         warnings: plan.warnings.clone(),
     });
     // With no tensor done this starts anew.
-    let writer = Writer::resume(sink.clone(), plan.layout.clone(), journal.tensors_done).await?;
+    let writer = Writer::resume(sink.clone(), plan.layout.clone(), &journal.sums).await?;
     journal.write(sink.as_ref()).await?;
     for warning in &journal.warnings {
         observer.event(Event::Warning(warning.clone()));
@@ -102,7 +105,6 @@ pub async fn run(
         plan,
         device,
         sink: sink.clone(),
-        specs: plan.specs(),
         batches,
         rope,
         journal,
@@ -132,7 +134,6 @@ struct Run<'a> {
     plan: &'a Plan,
     device: &'a Device,
     sink: Rc<dyn Sink>,
-    specs: Vec<(usize, &'static str, LinearSpec)>,
     batches: Batches,
     rope: RopeTable,
     journal: Journal,
@@ -140,6 +141,13 @@ struct Run<'a> {
     /// Floating-point operations behind it, for the progress bar.
     done: f64,
     observer: &'a mut dyn Observer,
+}
+
+/// Where a linear layer is, for rows and progress.
+#[derive(Clone, Copy)]
+struct Place {
+    layer: usize,
+    stage: &'static str,
 }
 
 /// The inputs of a stage, one micro-batch at a time.
@@ -156,20 +164,23 @@ impl Run<'_> {
         let layers = self.plan.config.layers;
         let earlier = self.journal.seconds;
         if writer.position() == 0 {
-            for name in outside_blocks(self.stored, &self.plan.config) {
+            for name in outside_blocks(self.stored, &self.plan.config, &self.plan.assigned) {
                 writer.copy(&self.stored.checkpoint, &name).await?;
             }
         }
         let calibrated = self.plan.scheme.needs_inputs();
         let mut stream = Stream::new(self.device, self.plan.stream_on_device, self.batches.len());
-        if calibrated && self.journal.blocks_done < layers {
+        // A head that is quantized comes after the last block.
+        let head = self.plan.head();
+        let to_do = self.journal.blocks_done < layers || head.is_some();
+        if calibrated && to_do {
             let ids = (0..self.batches.len()).flat_map(|batch| self.batches.get(batch).ids.iter().copied());
             let embedding =
                 Embedding::load_rows(&self.plan.config, self.stored, self.device, ids.collect::<Vec<_>>())
                     .await?;
             stream = self.batches.embed(&embedding, self.device, self.plan.stream_on_device).await?;
         }
-        if calibrated && self.journal.blocks_done > 0 && self.journal.blocks_done < layers {
+        if calibrated && self.journal.blocks_done > 0 && to_do {
             self.replay(&mut stream).await?;
         }
         for layer in self.journal.blocks_done..layers {
@@ -178,10 +189,13 @@ impl Run<'_> {
             writer.flush().await?;
             self.clock.add("write", since);
             self.journal.blocks_done = layer + 1;
-            self.journal.tensors_done = writer.position();
+            self.journal.sums = writer.sums().to_vec();
             self.journal.seconds = earlier + begun.elapsed().as_secs_f64();
             self.journal.write(self.sink.as_ref()).await?;
             self.observer.event(Event::BlockDone { block: layer, blocks: layers });
+        }
+        if let Some(stage) = head {
+            self.head(&stage, &mut stream, &mut writer).await?;
         }
         let mut report = self.finish(writer).await?;
         report.seconds = earlier + begun.elapsed().as_secs_f64();
@@ -195,7 +209,7 @@ impl Run<'_> {
             self.sink.reader().await?,
             &self.plan.layout,
             self.stored.checkpoint.config_text(),
-            &self.plan.quant,
+            &self.plan.quant_config(None)?,
         )?;
         // As the run computed with them, so that the rest comes out the same.
         let done = Stored::open(Rc::new(view)).await?.widened();
@@ -215,9 +229,10 @@ impl Run<'_> {
     }
 
     async fn block(&mut self, layer: usize, stream: &mut Stream, writer: &mut Writer) -> Result<()> {
-        for name in block_copies(self.stored, layer, &self.specs) {
+        for name in block_copies(self.stored, layer, &self.plan.assigned) {
             writer.copy(&self.stored.checkpoint, &name).await?;
         }
+        let plan = self.plan;
         let mut block = Block::without_linears(&self.plan.config, layer, self.stored, self.device).await?;
         let mut between = Stream::new(self.device, self.plan.stream_on_device, self.batches.len());
         for stage in stages(&self.plan.config, layer) {
@@ -227,16 +242,97 @@ impl Run<'_> {
                 "gate_up" => Input::GateUp,
                 _ => Input::Down,
             };
-            let hessian = if self.plan.scheme.needs_inputs() {
-                Some(self.hessian(layer, &stage, input, &block, stream, &mut between).await?)
-            } else {
-                None
+            let calibrated = plan.scheme.needs_inputs();
+            let Some(assigned) = stage.linears.first().and_then(|spec| plan.assigned(&spec.module)) else {
+                // Asked to stay in 16 bits.
+                if calibrated && input == Input::GateUp {
+                    self.pass_attention(layer, &block, stream, &mut between).await?;
+                }
+                for spec in stage.linears {
+                    let linear = self.stored.linear(&spec, self.device).await?;
+                    block.set_linear(spec, linear);
+                }
+                continue;
             };
-            self.quantize_stage(layer, &stage, hessian.as_ref(), &mut block, writer).await?;
+            let hessian = match calibrated {
+                true => Some(self.hessian(layer, &stage, input, &block, stream, &mut between).await?),
+                false => None,
+            };
+            let prepared = self
+                .prepare(&format!("block {layer}, stage {}", stage.name), &stage, assigned, hessian.as_ref())
+                .await?;
+            drop(hessian);
+            for spec in stage.linears {
+                let place = Place { layer, stage: stage.name };
+                if let Some(linear) = self.linear(place, &spec, assigned, &prepared, writer, true).await? {
+                    block.set_linear(spec, linear);
+                }
+            }
         }
-        if self.plan.scheme.needs_inputs() && layer + 1 < self.plan.config.layers {
+        let last = layer + 1 == plan.config.layers && plan.head().is_none();
+        if plan.scheme.needs_inputs() && !last {
             self.close_block(layer, &block, stream, &mut between).await?;
         }
+        Ok(())
+    }
+
+    /// Adds the attention's outputs, for a stage behind it that needs no Hessian.
+    async fn pass_attention(
+        &mut self,
+        layer: usize,
+        block: &Block,
+        stream: &mut Stream,
+        between: &mut Stream,
+    ) -> Result<()> {
+        for batch in 0..self.batches.len() {
+            self.stop_point(layer).await?;
+            let seq_len = self.batches.get(batch).seq_len;
+            let Some(mut hidden) = stream.take(batch)? else { continue };
+            let since = Instant::now();
+            let mixed = match between.take(batch)? {
+                Some(mixed) => mixed,
+                None => block.attention(&block.attention_input(&hidden)?, seq_len, &self.rope)?,
+            };
+            block.add_attention(&mut hidden, &mixed)?;
+            stream.put(batch, hidden).await?;
+            self.device.settle().await?;
+            self.clock.add("forward", since);
+        }
+        Ok(())
+    }
+
+    /// Quantizes the output head, whose inputs are the last block's outputs behind the final norm.
+    async fn head(&mut self, stage: &Stage, stream: &mut Stream, writer: &mut Writer) -> Result<()> {
+        let plan = self.plan;
+        let layer = plan.config.layers;
+        let Some((spec, assigned)) =
+            stage.linears.first().and_then(|spec| plan.assigned(&spec.module).map(|of| (spec, of)))
+        else {
+            return Ok(());
+        };
+        let mut hessian = None;
+        if plan.scheme.needs_inputs() {
+            let norm = final_norm(&plan.config, self.stored, self.device).await?;
+            let h = hessian.insert(SymmetricPanels::zeros(self.device, spec.in_features)?);
+            for batch in 0..self.batches.len() {
+                self.stop_point(layer).await?;
+                let Some(hidden) = stream.take(batch)? else { continue };
+                let since = Instant::now();
+                h.accumulate(
+                    &rmsnorm(&hidden, &norm, plan.config.rms_norm_eps)?,
+                    2.0 / self.batches.tokens() as f32,
+                )?;
+                self.device.settle().await?;
+                self.clock.add("hessian", since);
+                let Batch { ids, seq_len } = self.batches.get(batch);
+                let flops = stage_flops(&plan.config, stage, ids.len(), *seq_len);
+                self.advance(layer, stage.name, flops);
+            }
+        }
+        let prepared = self.prepare("the output head", stage, assigned, hessian.as_ref()).await?;
+        drop(hessian);
+        let place = Place { layer, stage: stage.name };
+        self.linear(place, spec, assigned, &prepared, writer, false).await?;
         Ok(())
     }
 
@@ -310,19 +406,18 @@ impl Run<'_> {
         Ok(())
     }
 
-    async fn quantize_stage(
+    /// Orders the columns of a stage's inputs and factors their Hessian.
+    async fn prepare(
         &mut self,
-        layer: usize,
+        place: &str,
         stage: &Stage,
+        assigned: &Assigned,
         hessian: Option<&SymmetricPanels>,
-        block: &mut Block,
-        writer: &mut Writer,
-    ) -> Result<()> {
+    ) -> Result<Prepared> {
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
-        let place = format!("block {layer}, stage {}", stage.name);
         let since = Instant::now();
-        let scheme = &self.plan.scheme;
-        let prepared = prepare(scheme, ScaleType::F16, self.device, n, hessian, &place).await?;
+        let scheme = &assigned.scheme;
+        let prepared = prepare(scheme, assigned.scale_type(), self.device, n, hessian, place).await?;
         self.clock.add("factor", since);
         if prepared.fell_back() {
             self.warn(format!(
@@ -332,64 +427,79 @@ impl Run<'_> {
             let used = prepared.damp_used().unwrap_or_default();
             self.warn(format!("{place}: damping had to be raised from {} to {used}", scheme.damp_percent));
         }
-        for spec in &stage.linears {
-            self.stop_point(layer).await?;
-            let since = Instant::now();
-            let (linear, quantized, loss) = self.quantize_linear(spec, &prepared).await?;
-            let row = ModuleRow {
-                layer,
-                module: spec.module.clone(),
-                input: spec.in_features,
-                output: spec.out_features,
-                bits: scheme.bits,
-                group: group_size(scheme),
-                tokens: self.batches.tokens(),
-                damp: prepared.damp_used(),
-                rtn_loss: loss.map(|loss| logged(loss.rtn)),
-                gptq_loss: loss.map(|loss| logged(loss.gptq)),
-                seconds: since.elapsed().as_secs_f64(),
-            };
-            self.clock.add("quantize", since);
-            let since = Instant::now();
-            self.journal.act_ordered |= quantized.is_act_ordered(group_size(scheme))?;
-            for (name, bytes) in quantized.tensors(&spec.module, ZeroFormat::V1)? {
-                writer.write(&name, &bytes).await?;
-            }
-            self.clock.add("write", since);
-            block.set_linear(spec.clone(), linear);
-            self.observer.event(Event::Module(&row));
-            if self.observer.wants_weights() {
-                let corner = Corner::of(self.stored, spec, &quantized).await?;
-                self.observer.event(Event::Weights(&corner));
-            }
-            self.journal.modules.push(row);
-            let flops = linear_flops(scheme, spec, self.batches.tokens());
-            self.advance(layer, stage.name, flops);
+        Ok(prepared)
+    }
+
+    /// Quantizes and writes one linear layer; what it is from now on, unless nobody will `use` it.
+    async fn linear(
+        &mut self,
+        place: Place,
+        spec: &LinearSpec,
+        assigned: &Assigned,
+        prepared: &Prepared,
+        writer: &mut Writer,
+        used: bool,
+    ) -> Result<Option<Linear>> {
+        let scheme = &assigned.scheme;
+        self.stop_point(place.layer).await?;
+        let since = Instant::now();
+        let (linear, quantized, loss) = self.quantize_linear(spec, assigned, prepared, used).await?;
+        let row = ModuleRow {
+            layer: place.layer,
+            module: spec.module.clone(),
+            input: spec.in_features,
+            output: spec.out_features,
+            bits: scheme.bits,
+            group: group_size(scheme),
+            tokens: self.batches.tokens(),
+            damp: prepared.damp_used(),
+            rtn_loss: loss.map(|loss| logged(loss.rtn)),
+            gptq_loss: loss.map(|loss| logged(loss.gptq)),
+            seconds: since.elapsed().as_secs_f64(),
+        };
+        self.clock.add("quantize", since);
+        let since = Instant::now();
+        if quantized.is_act_ordered(group_size(scheme))? {
+            self.journal.act_ordered.push(spec.module.clone());
         }
-        Ok(())
+        for (name, bytes) in self.plan.output.format.tensors(&quantized, &assigned.stored(spec))? {
+            writer.write(&name, &bytes).await?;
+        }
+        self.clock.add("write", since);
+        self.observer.event(Event::Module(&row));
+        if self.observer.wants_weights() {
+            let corner = Corner::of(self.stored, spec, &quantized).await?;
+            self.observer.event(Event::Weights(&corner));
+        }
+        self.journal.modules.push(row);
+        self.advance(place.layer, place.stage, linear_flops(scheme, spec, self.batches.tokens(), true));
+        Ok(linear)
     }
 
     /// Quantizes one linear layer, some rows at a time.
     async fn quantize_linear(
         &mut self,
         spec: &LinearSpec,
+        assigned: &Assigned,
         prepared: &Prepared,
-    ) -> Result<(Linear, GptqLinear, Option<Losses>)> {
+        used: bool,
+    ) -> Result<(Option<Linear>, GptqLinear, Option<Losses>)> {
         let (rows, n) = (spec.out_features, spec.in_features);
         let name = format!("{}.weight", spec.module);
         let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
-        let groups = self.plan.scheme.groups(n);
-        let bias = if spec.bias {
-            let name = format!("{}.bias", spec.module);
-            let values = load_f32(self.stored, &name, &[rows]).await?;
-            Some(f16_bias(values, &name)?)
-        } else {
-            None
+        let groups = assigned.scheme.groups(n);
+        let bias = match assigned.bias {
+            Some(dtype) => {
+                let name = format!("{}.bias", spec.module);
+                let values = load_f32(self.stored, &name, &[rows]).await?;
+                Some(stored_bias(values, dtype, &name)?)
+            }
+            None => None,
         };
         let mut result = GptqLinear {
             n: rows,
             k: n,
-            bits: self.plan.scheme.bits,
+            bits: assigned.scheme.bits,
             codes: Vec::with_capacity(rows * n),
             scales: vec![0.0; groups * rows],
             zeros: vec![0; groups * rows],
@@ -423,7 +533,9 @@ impl Run<'_> {
                 sum.gptq += part.gptq;
                 sum.rtn += part.rtn;
             }
-            chunks.push(part.dequantized);
+            if used {
+                chunks.push(part.dequantized);
+            }
         }
         if loss.is_some_and(|loss| !loss.gptq.is_finite()) {
             return Err(Error::numeric(
@@ -432,12 +544,12 @@ impl Run<'_> {
                 "The activations overflow in 32-bit arithmetic; check the model file",
             ));
         }
-        Ok((Linear::new(chunks, bias)?, result, loss))
+        let linear = if used { Some(Linear::new(chunks, bias)?) } else { None };
+        Ok((linear, result, loss))
     }
 
     async fn finish(&mut self, writer: Writer) -> Result<RunReport> {
-        let mut quant = self.plan.quant.clone();
-        quant.scheme.desc_act = self.journal.act_ordered;
+        let quant = self.plan.quant_config(Some(&self.journal.act_ordered))?;
         let checkpoint = &self.stored.checkpoint;
         let source = checkpoint.source();
         for file in source.files() {
@@ -446,13 +558,15 @@ impl Run<'_> {
             }
             writer.copy_file(source.as_ref(), &file.name, file.size).await?;
         }
-        let quantize_config = serde_json::to_vec_pretty(&quant.to_json())
-            .map_err(|error| Error::Internal(error.to_string()))?;
-        let extra = [
-            (QUANT_LOG.to_owned(), csv(&self.journal.modules).into_bytes()),
-            (QUANTIZE_CONFIG.to_owned(), quantize_config),
-        ];
+        let mut extra = vec![(QUANT_LOG.to_owned(), csv(&self.journal.modules).into_bytes())];
+        if quant.format != Format::CompressedTensors {
+            let text = serde_json::to_vec_pretty(&quant.to_json())
+                .map_err(|error| Error::Internal(error.to_string()))?;
+            extra.push((QUANTIZE_CONFIG.to_owned(), text));
+        }
+        let since = Instant::now();
         writer.finish(&extra, &edited_config(checkpoint.config_text(), &quant)?).await?;
+        self.clock.add("verify", since);
         Ok(RunReport {
             modules: std::mem::take(&mut self.journal.modules),
             tokens: self.batches.tokens(),
@@ -487,10 +601,12 @@ impl Run<'_> {
             done => format!("{done} finished blocks are kept"),
         };
         let advice = format!("{kept}; {}", face::GO_ON);
-        Err(Error::Interrupted {
-            place: format!("in block {} of {}", layer + 1, self.plan.config.layers),
-            advice,
-        })
+        let layers = self.plan.config.layers;
+        let place = match layer < layers {
+            true => format!("in block {} of {layers}", layer + 1),
+            false => "in the output head".to_owned(),
+        };
+        Err(Error::Interrupted { place, advice })
     }
 }
 
@@ -513,15 +629,19 @@ fn check_finite(weight: &Tensor, name: &str, first_row: usize) -> Result<()> {
     }
 }
 
-/// A bias as the file format keeps it, and so as the run must use it.
-fn f16_bias(values: Vec<f32>, name: &str) -> Result<Vec<f32>> {
-    let rounded: Vec<f32> = values.iter().copied().map(floats::round_to_f16).collect();
+/// A bias as the file keeps it, and so as the run must use it: a GPTQ file in f16, any other in the
+/// model's own type.
+fn stored_bias(values: Vec<f32>, dtype: DType, name: &str) -> Result<Vec<f32>> {
+    let rounded: Vec<f32> = match dtype {
+        DType::F16 => values.iter().copied().map(floats::round_to_f16).collect(),
+        _ => values.clone(),
+    };
     match rounded.iter().position(|x| !x.is_finite()) {
         None => Ok(rounded),
         Some(at) if values[at].is_finite() => Err(Error::numeric(
             name,
             format!("{} at row {at} is beyond what the format's 16 bits hold", values[at]),
-            "This model cannot be stored as GPTQ",
+            format!("This model cannot be stored as GPTQ; use {}", face::AS_COMPRESSED),
         )),
         Some(at) => {
             Err(Error::numeric(name, format!("the bias at row {at} is not a finite number"), DAMAGED))

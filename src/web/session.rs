@@ -20,7 +20,7 @@ use crate::gptq::scheme::{Choice, Preset, Scheme};
 use crate::kernels::selftest::open_gpu;
 use crate::model::arch::expected_tensors;
 use crate::model::{ModelConfig, Stored};
-use crate::pipeline::{Plan, PlanOptions, estimate, make_plan};
+use crate::pipeline::{Output, Plan, PlanOptions, estimate, make_plan};
 use crate::storage::Source;
 use crate::storage::browser::{FileSource, reason};
 use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents};
@@ -244,6 +244,7 @@ impl Session {
         self.open_model()?;
         let device = self.choose_device(&settings.device).await?;
         let mut options = PlanOptions {
+            output: Output::default(),
             scheme,
             tokens: 0,
             longest: 0,

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)] // Each test program uses a part.
 
+pub mod job;
+
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 

@@ -159,21 +159,21 @@ unsafe fn mix<T: Load, const H: usize, const D: usize>(
             unsafe {
                 let row = elements.as_ptr().add(first + j * stride + d);
                 let mut value = [_mm256_setzero_ps(); D];
-                for i in 0..D {
-                    value[i] = T::eight(row.add(8 * i));
+                for (i, value) in value.iter_mut().enumerate() {
+                    *value = T::eight(row.add(8 * i));
                 }
-                for h in 0..H {
+                for (h, sums) in sums.iter_mut().enumerate() {
                     let weight = _mm256_set1_ps(*weights.get_unchecked(h * count + j));
-                    for i in 0..D {
-                        sums[h][i] = _mm256_fmadd_ps(weight, value[i], sums[h][i]);
+                    for (sum, value) in sums.iter_mut().zip(value) {
+                        *sum = _mm256_fmadd_ps(weight, value, *sum);
                     }
                 }
             }
         }
-        for h in 0..H {
-            for i in 0..D {
+        for (h, sums) in sums.iter().enumerate() {
+            for (i, &sum) in sums.iter().enumerate() {
                 // SAFETY: as above.
-                unsafe { _mm256_storeu_ps(out.as_mut_ptr().add(h * step + d + 8 * i), sums[h][i]) };
+                unsafe { _mm256_storeu_ps(out.as_mut_ptr().add(h * step + d + 8 * i), sum) };
             }
         }
     }

@@ -212,14 +212,14 @@ mod x86 {
             for r in 0..R {
                 // SAFETY: within row r of w.
                 let weights = unsafe { T::load(w.add(r * k + at)) };
-                for m in 0..M {
-                    sums[m][r] = _mm512_fmadd_ps(weights, columns[m], sums[m][r]);
+                for (sums, &column) in sums.iter_mut().zip(&columns) {
+                    sums[r] = _mm512_fmadd_ps(weights, column, sums[r]);
                 }
             }
         }
-        for m in 0..M {
-            for r in 0..R {
-                let mut sum = _mm512_reduce_add_ps(sums[m][r]);
+        for (m, sums) in sums.into_iter().enumerate() {
+            for (r, sums) in sums.into_iter().enumerate() {
+                let mut sum = _mm512_reduce_add_ps(sums);
                 for at in whole..k {
                     // SAFETY: within row r of w.
                     sum += unsafe { *w.add(r * k + at) }.widen() * x[m * k + at];

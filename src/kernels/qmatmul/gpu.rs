@@ -117,7 +117,7 @@ pub fn many_rows(
 
 #[cfg(test)]
 mod tests {
-    use super::super::tests::{Layer, Step, expected, layers, run};
+    use super::super::tests::{Layer, Step, expected, kinds, layers, run};
     use super::*;
     use crate::device::Device;
     use crate::kernels::testing::{relative_error, test_gpu};
@@ -128,7 +128,7 @@ mod tests {
         let Some(device) = test_gpu() else { return };
         let Device::Gpu(gpu) = &device else { return };
         let team = Team { threads: 64, lanes: LANES };
-        for (index, shape) in layers().into_iter().enumerate() {
+        for (index, shape) in kinds().into_iter().enumerate() {
             let layer = shape.make();
             let (step, rows) = ([Step::Norm, Step::Gate, Step::Plain][index % 3], 1 + index % 4);
             let want = expected(&layer, step, rows, true);
