@@ -47,6 +47,40 @@ struct Ceilings {
     fma: f64,
 }
 
+/// A product that was measured.
+struct Measured {
+    weight: String,
+    tokens: usize,
+    bits: u32,
+    kernel: String,
+    seconds: f64,
+    /// Of the weight.
+    bytes: usize,
+    flops: f64,
+    /// Seconds of the same by 16-bit weights.
+    wide: f64,
+}
+
+impl Measured {
+    fn row(&self, device: &str, ceilings: &Ceilings) -> Vec<String> {
+        let moved = self.bytes as f64 / self.seconds / 1e9;
+        let work = self.flops / self.seconds / 1e9;
+        vec![
+            device.to_owned(),
+            self.weight.clone(),
+            self.tokens.to_string(),
+            self.bits.to_string(),
+            self.kernel.clone(),
+            format!("{:.1}", self.seconds * 1e6),
+            format!("{moved:.2}"),
+            format!("{:.0} %", 100.0 * moved / ceilings.copy),
+            format!("{work:.2}"),
+            format!("{:.0} %", 100.0 * work / ceilings.fma),
+            format!("{:.2}", self.wide / self.seconds),
+        ]
+    }
+}
+
 pub async fn run(args: Args) -> Result<()> {
     let (bits, group) = (args.bits, args.group_size);
     if ![2, 3, 4, 8].contains(&bits) || group == 0 || !group.is_multiple_of(32) {
@@ -56,21 +90,30 @@ pub async fn run(args: Args) -> Result<()> {
         ));
     }
     let device = open::device(&args.device).await?;
-    let ceilings = ceilings(&device).await?;
-    let mut rows = vec![];
+    let before = ceilings(&device).await?;
+    let mut measured = vec![];
     for shape in SHAPES {
-        bench_shape(&device, &ceilings, shape, Some((bits, group)), &mut rows).await?;
+        bench_shape(&device, shape, Some((bits, group)), &mut measured).await?;
     }
-    bench_shape(&device, &ceilings, HEAD, None, &mut rows).await?;
-    let stack = [stack(&device, None).await?, stack(&device, Some((bits, group))).await?];
-    for (name, seconds) in [("16".to_owned(), stack[0]), (bits.to_string(), stack[1])] {
-        let cells = ["SmolLM2-135M", "1", &name, "a token's weights", &format!("{:.0}", seconds * 1e6)];
-        let mut row = vec![device.describe()];
-        row.extend(cells.map(str::to_owned));
-        row.extend(["", "", "", ""].map(str::to_owned));
-        row.push(format!("{:.2}", stack[0] / seconds));
-        rows.push(row);
+    bench_shape(&device, HEAD, None, &mut measured).await?;
+    let wide = stack(&device, None).await?;
+    for (bits, (bytes, seconds)) in [(16, wide), (bits, stack(&device, Some((bits, group))).await?)] {
+        let weights = 30 * (576 * 960 + 576 * 576 + 3072 * 576 + 576 * 1536) + HEAD[0] * HEAD[1];
+        measured.push(Measured {
+            weight: "SmolLM2-135M".to_owned(),
+            tokens: 1,
+            bits,
+            kernel: "all of a token's".to_owned(),
+            seconds,
+            bytes,
+            flops: 2.0 * weights as f64,
+            wide: wide.1,
+        });
     }
+    // The better of two, lest a pause of the machine makes the ceilings low.
+    let after = ceilings(&device).await?;
+    let ceilings = Ceilings { copy: before.copy.max(after.copy), fma: before.fma.max(after.fma) };
+    let rows = measured.iter().map(|product| product.row(&device.describe(), &ceilings)).collect();
     if !args.json {
         say!(
             "{}: a copy moves {:.1} GB/s, multiplications and additions run at {:.1} GFLOP/s",
@@ -118,10 +161,9 @@ fn cycle_bytes(device: &Device) -> usize {
 
 async fn bench_shape(
     device: &Device,
-    ceilings: &Ceilings,
     [n, k]: [usize; 2],
     packed: Option<(u32, usize)>,
-    rows: &mut Vec<Vec<String>>,
+    measured: &mut Vec<Measured>,
 ) -> Result<()> {
     let mut kinds = vec![None];
     kinds.extend(packed.map(Some));
@@ -156,8 +198,6 @@ async fn bench_shape(
                 if kind.is_none() {
                     wide = seconds;
                 }
-                let moved = copies[0].bytes() as f64 / seconds / 1e9;
-                let work = 2.0 * (tokens * n * k) as f64 / seconds / 1e9;
                 let form = if tokens > 4 { "gemm" } else { "gemv" };
                 let kernel = match (kind, variant) {
                     (Some(_), None) => format!("q{form}"),
@@ -165,19 +205,16 @@ async fn bench_shape(
                     (Some(_), Some(index)) => format!("q{form} {}", variants()[index].name),
                     (None, Some(index)) => format!("{form} {}", variants()[index].name),
                 };
-                rows.push(vec![
-                    device.describe(),
-                    format!("{n}x{k}"),
-                    tokens.to_string(),
-                    kind.map_or(16, |(bits, _)| bits).to_string(),
+                measured.push(Measured {
+                    weight: format!("{n}x{k}"),
+                    tokens,
+                    bits: kind.map_or(16, |(bits, _)| bits),
                     kernel,
-                    format!("{:.1}", seconds * 1e6),
-                    format!("{moved:.2}"),
-                    format!("{:.0} %", 100.0 * moved / ceilings.copy),
-                    format!("{work:.2}"),
-                    format!("{:.0} %", 100.0 * work / ceilings.fma),
-                    format!("{:.2}", wide / seconds),
-                ]);
+                    seconds,
+                    bytes: copies[0].bytes() as usize,
+                    flops: 2.0 * (tokens * n * k) as f64,
+                    wide,
+                });
             }
         }
     }
@@ -211,8 +248,9 @@ fn linear(device: &Device, n: usize, k: usize, kind: Option<(u32, usize)>) -> Re
     Linear::packed(&layer, device)
 }
 
-/// Seconds for the products of one token in SmolLM2-135M: 30 blocks, and the head in 16 bits either way.
-async fn stack(device: &Device, kind: Option<(u32, usize)>) -> Result<f64> {
+/// Bytes and seconds of the products of one token in SmolLM2-135M: 30 blocks, and the head in 16 bits
+/// either way.
+async fn stack(device: &Device, kind: Option<(u32, usize)>) -> Result<(usize, f64)> {
     const BLOCKS: usize = 30;
     let mut blocks = vec![];
     for _ in 0..BLOCKS {
@@ -225,6 +263,7 @@ async fn stack(device: &Device, kind: Option<(u32, usize)>) -> Result<f64> {
         ]);
     }
     let head = linear(device, HEAD[0], HEAD[1], None)?;
+    let bytes = blocks.iter().flatten().chain([&head]).map(|linear| linear.bytes() as usize).sum();
     let norm = bench::noise(device, &[576])?;
     let mut h = bench::noise(device, &[1, 576])?;
     let tensor = |n| Tensor::zeros(device, Elem::F32, &[1, n]);
@@ -243,5 +282,5 @@ async fn stack(device: &Device, kind: Option<(u32, usize)>) -> Result<f64> {
         device.settle().await?;
         best = best.min(since.elapsed().as_secs_f64());
     }
-    Ok(best)
+    Ok((bytes, best))
 }
