@@ -345,6 +345,62 @@ fn a_file_that_does_not_read_as_it_was_written_is_no_result() {
     assert!(sink.get("config.json").is_none(), "it does not look finished");
 }
 
+/// The llama model with q, k, v and gate, up stored as phi3 stores them.
+fn as_phi3(files: &Files) -> Files {
+    use safetensors::SafeTensors;
+    use safetensors::tensor::TensorView;
+    let tensors = SafeTensors::deserialize(&files["model.safetensors"]).unwrap();
+    let bytes = |name: &str| tensors.tensor(name).unwrap().data().to_vec();
+    let mut stacked: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, view) in tensors.tensors() {
+        let Some((stem, _)) =
+            name.split_once("q_proj.weight").or_else(|| name.split_once("gate_proj.weight"))
+        else {
+            if !["k_proj", "v_proj", "up_proj"].iter().any(|part| name.contains(part)) {
+                stacked.push((name, view.shape().to_vec(), view.data().to_vec()));
+            }
+            continue;
+        };
+        let (parts, fused): (&[&str], _) = match name.contains("q_proj") {
+            true => (&["q_proj", "k_proj", "v_proj"], "qkv_proj"),
+            false => (&["gate_proj", "up_proj"], "gate_up_proj"),
+        };
+        let rows: Vec<u8> = parts.iter().flat_map(|part| bytes(&format!("{stem}{part}.weight"))).collect();
+        let cols = view.shape()[1];
+        stacked.push((format!("{stem}{fused}.weight"), vec![rows.len() / 2 / cols, cols], rows));
+    }
+    let views = stacked.iter().map(|(name, shape, bytes)| {
+        (name.as_str(), TensorView::new(safetensors::Dtype::BF16, shape.clone(), bytes).unwrap())
+    });
+    let mut fused = files.clone();
+    fused.insert("model.safetensors".into(), safetensors::serialize(views, None).unwrap());
+    let text = String::from_utf8(files["config.json"].clone()).unwrap();
+    fused.insert("config.json".into(), text.replace("\"llama\"", "\"phi3\"").into_bytes());
+    fused
+}
+
+/// Rows do not influence each other: a fused layer gets the codes of the layers that it is made of.
+#[test]
+fn fused_layers_are_quantized_as_separate_ones_are() {
+    let separate = Job::new("llama", default4());
+    let fused = Job { files: as_phi3(&separate.files), ..Job::new("llama", default4()) };
+    let (rows, _) = expected("llama");
+    let (a, b) = (separate.run().0, fused.run().0);
+    let (a, b) = (open(&a), open(&b));
+    for (prefix, parts, whole) in [
+        ("self_attn", &["q_proj", "k_proj", "v_proj"][..], "qkv_proj"),
+        ("mlp", &["gate_proj", "up_proj"], "gate_up_proj"),
+        ("mlp", &["down_proj"], "down_proj"),
+    ] {
+        for block in 0..3 {
+            let of = |stored, part: &str| layer(stored, &format!("model.layers.{block}.{prefix}.{part}"));
+            let codes: Vec<u8> = parts.iter().flat_map(|part| of(&a, part).codes).collect();
+            assert!(codes == of(&b, whole).codes, "block {block}, {whole}");
+        }
+    }
+    assert_eq!(logits(&a, &rows), logits(&b, &rows));
+}
+
 // From format to format.
 
 fn convert_to(files: &Files, format: Format) -> halftone::error::Result<Files> {

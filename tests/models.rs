@@ -14,7 +14,7 @@ use halftone::tensor::Elem;
 use pollster::block_on;
 use safetensors::{Dtype, SafeTensors};
 
-const MODELS: [&str; 5] = ["llama", "llama_tied_rope3", "mistral_sliding", "qwen2", "qwen3"];
+const MODELS: [&str; 6] = ["llama", "llama_tied_rope3", "mistral_sliding", "qwen2", "qwen3", "phi3"];
 const SEQ_LEN: usize = 40;
 
 struct Golden {

@@ -28,7 +28,9 @@ pub struct Stage {
     pub linears: Vec<LinearSpec>,
 }
 
-/// The stages of block `layer`, in the order in which they run: q, k, v; o; gate, up; down.
+/// The stages of block `layer`, in the order in which they run: q, k, v; o; gate, up; down. A family
+/// that [stores](super::Family::stores_fused) q, k, v or gate, up as one layer has it quantized as one:
+/// rows do not influence each other, so that makes the same codes.
 pub fn stages(config: &ModelConfig, layer: usize) -> Vec<Stage> {
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
@@ -41,20 +43,24 @@ pub fn stages(config: &ModelConfig, layer: usize) -> Vec<Stage> {
     };
     let attention = |short, from, to, bias| spec("self_attn", short, from, to, bias);
     let mlp = |short, from, to| spec("mlp", short, from, to, config.mlp_bias);
-    vec![
-        Stage {
-            name: "qkv",
-            linears: vec![
+    let (qkv, gate_up) = match config.family.stores_fused() {
+        true => (
+            vec![attention("qkv_proj", hidden, q + 2 * kv, config.qkv_bias)],
+            vec![mlp("gate_up_proj", hidden, 2 * inner)],
+        ),
+        false => (
+            vec![
                 attention("q_proj", hidden, q, config.qkv_bias),
                 attention("k_proj", hidden, kv, config.qkv_bias),
                 attention("v_proj", hidden, kv, config.qkv_bias),
             ],
-        },
+            vec![mlp("gate_proj", hidden, inner), mlp("up_proj", hidden, inner)],
+        ),
+    };
+    vec![
+        Stage { name: "qkv", linears: qkv },
         Stage { name: "o", linears: vec![attention("o_proj", q, hidden, config.o_bias)] },
-        Stage {
-            name: "gate_up",
-            linears: vec![mlp("gate_proj", hidden, inner), mlp("up_proj", hidden, inner)],
-        },
+        Stage { name: "gate_up", linears: gate_up },
         Stage { name: "down", linears: vec![mlp("down_proj", inner, hidden)] },
     ]
 }

@@ -16,9 +16,10 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::add::add_assign;
 use crate::kernels::attention::{Attention, causal};
+use crate::kernels::columns::gather;
 use crate::kernels::rmsnorm::rmsnorm;
 use crate::kernels::rope::{self, RopeTable};
-use crate::kernels::swiglu::swiglu;
+use crate::kernels::swiglu::{swiglu, swiglu_halves};
 use crate::tensor::Tensor;
 
 impl Attention {
@@ -40,7 +41,7 @@ pub struct Block {
     attention_norm: Tensor,
     mlp_norm: Tensor,
     qk_norm: Option<(Tensor, Tensor)>,
-    /// In the order of their stages: q, k, v, o, gate, up, down.
+    /// In the order of their stages: q, k, v, o, gate, up, down, or with qkv and gate_up as one each.
     linears: Vec<(LinearSpec, Linear)>,
     shape: Attention,
     eps: f32,
@@ -101,11 +102,29 @@ impl Block {
 
     /// The linear layer with this short name, such as `q_proj`.
     pub fn linear(&self, short: &str) -> Result<&Linear> {
-        self.linears
-            .iter()
-            .find(|(spec, _)| spec.short == short)
-            .map(|(_, linear)| linear)
-            .ok_or_else(|| Error::Internal(format!("a block has no {short}")))
+        self.find(short).ok_or_else(|| Error::Internal(format!("a block has no {short}")))
+    }
+
+    fn find(&self, short: &str) -> Option<&Linear> {
+        self.linears.iter().find(|(spec, _)| spec.short == short).map(|(_, linear)| linear)
+    }
+
+    /// q, k and v of an input, from one layer or from three.
+    fn heads(&self, x: &Tensor) -> Result<[Tensor; 3]> {
+        let Some(qkv) = self.find("qkv_proj") else {
+            return Ok([
+                self.linear("q_proj")?.forward(x)?,
+                self.linear("k_proj")?.forward(x)?,
+                self.linear("v_proj")?.forward(x)?,
+            ]);
+        };
+        let all = qkv.forward(x)?;
+        let (q, kv) = (self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim);
+        let part = |from: usize, to: usize| {
+            let columns = Tensor::from_u32(all.device(), &[to - from], (from as u32..to as u32).collect())?;
+            gather(&all, &columns)
+        };
+        Ok([part(0, q)?, part(q, q + kv)?, part(q + kv, q + 2 * kv)?])
     }
 
     /// The input of q_proj, k_proj and v_proj: [tokens, hidden].
@@ -116,9 +135,7 @@ impl Block {
     /// The input of o_proj, [tokens, heads · head_dim], from [`Block::attention_input`]. Each run of
     /// `seq_len` rows is a sequence that starts at position 0.
     pub fn attention(&self, x: &Tensor, seq_len: usize, rope: &RopeTable) -> Result<Tensor> {
-        let mut q = self.linear("q_proj")?.forward(x)?;
-        let mut k = self.linear("k_proj")?.forward(x)?;
-        let v = self.linear("v_proj")?.forward(x)?;
+        let [mut q, mut k, v] = self.heads(x)?;
         if let Some((q_norm, k_norm)) = &self.qk_norm {
             q = rmsnorm(&q, q_norm, self.eps)?;
             k = rmsnorm(&k, k_norm, self.eps)?;
@@ -140,6 +157,9 @@ impl Block {
 
     /// The input of down_proj, [tokens, intermediate], from [`Block::mlp_input`].
     pub fn mlp_hidden(&self, x: &Tensor) -> Result<Tensor> {
+        if let Some(gate_up) = self.find("gate_up_proj") {
+            return swiglu_halves(&gate_up.forward(x)?);
+        }
         let gate = self.linear("gate_proj")?.forward(x)?;
         swiglu(gate, &self.linear("up_proj")?.forward(x)?)
     }

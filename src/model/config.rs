@@ -15,10 +15,11 @@ pub enum Family {
     Mistral,
     Qwen2,
     Qwen3,
+    Phi3,
 }
 
 impl Family {
-    const ALL: [Self; 4] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3];
+    const ALL: [Self; 5] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Phi3];
 
     /// The `model_type` of `config.json`.
     pub fn name(self) -> &'static str {
@@ -27,7 +28,13 @@ impl Family {
             Self::Mistral => "mistral",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
+            Self::Phi3 => "phi3",
         }
+    }
+
+    /// Whether q, k and v are stored as the rows of one layer, and gate and up of another.
+    pub fn stores_fused(self) -> bool {
+        self == Self::Phi3
     }
 }
 
@@ -101,7 +108,9 @@ impl ModelConfig {
         let heads = keys.positive("num_attention_heads")?;
         let kv_heads = match keys.number("num_key_value_heads")? {
             // Early llama models have as many; the other families always had fewer.
-            None if family == Family::Llama || keys.is_null("num_key_value_heads") => heads,
+            None if matches!(family, Family::Llama | Family::Phi3) || keys.is_null("num_key_value_heads") => {
+                heads
+            }
             None => return Err(missing("num_key_value_heads")),
             Some(_) => keys.positive("num_key_value_heads")?,
         };
@@ -149,7 +158,7 @@ impl ModelConfig {
             tie_word_embeddings: keys.bool("tie_word_embeddings")?.unwrap_or(false),
             qkv_bias: match family {
                 Family::Llama | Family::Qwen3 => attention_bias,
-                Family::Mistral => false,
+                Family::Mistral | Family::Phi3 => false,
                 Family::Qwen2 => true,
             },
             o_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
@@ -167,12 +176,12 @@ fn sliding_windows(keys: &Keys, family: Family, layers: usize) -> Result<Vec<Opt
     // An absent key means the class's default, null means no window.
     let window = match keys.number("sliding_window")? {
         Some(_) => Some(keys.positive("sliding_window")?),
-        None if keys.is_null("sliding_window") => None,
+        None if keys.is_null("sliding_window") || family == Family::Phi3 => None,
         None => Some(4096),
     };
     match family {
         Family::Llama => Ok(vec![None; layers]),
-        Family::Mistral => Ok(vec![window; layers]),
+        Family::Mistral | Family::Phi3 => Ok(vec![window; layers]),
         Family::Qwen2 | Family::Qwen3 => {
             if !keys.bool("use_sliding_window")?.unwrap_or(false) {
                 return Ok(vec![None; layers]);
