@@ -27,8 +27,8 @@ for dtype in [torch.bfloat16, torch.float32]:
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype).eval()
     vocab = model.config.vocab_size
     prefill, decode = 0.0, 0.0
-    for round in range(args.rounds):
-        ids = torch.tensor([[(i * 2654435761 + round) % vocab for i in range(args.prompt_tokens)]])
+    for turn in range(args.rounds):
+        ids = torch.tensor([[(i * 2654435761 + turn) % vocab for i in range(args.prompt_tokens)]])
         with torch.inference_mode():
             begun = time.perf_counter()
             out = model(ids, use_cache=True, logits_to_keep=1)
