@@ -276,6 +276,10 @@ fn a_quantized_model_is_compared_with_its_original() {
         assert!(said.contains(line), "{said}");
     }
     fails(compare(&["--passages", "rows.jsonl"]), 3, &["tokenizer.json"]);
+    // Before the comparison, whose result would be lost.
+    let late = compare(&["--tokens", "60000"]);
+    assert!(!String::from_utf8_lossy(&late.stdout).contains("perplexity"));
+    fails(late, 2, &["60064 tokens are more than the model's"]);
 }
 
 #[test]

@@ -10,7 +10,9 @@ use super::options::DeviceArgs;
 use super::progress::stop_flag;
 use super::{open, table};
 use crate::error::{Error, Result};
-use crate::eval::{Comparison, Continuations, Estimate, LastWords, compare, continuations, last_words};
+use crate::eval::{
+    Comparison, Continuations, Estimate, LastWords, check_context, compare, continuations, last_words,
+};
 use crate::model::{ModelConfig, Stored};
 use crate::text::{ModelText, Segments, evaluation_segments};
 
@@ -50,6 +52,10 @@ pub struct Args {
 
 pub async fn run(args: Args) -> Result<()> {
     let (a, b) = (open::model(&args.a).await?, open::model(&args.b).await?);
+    let lengths = [args.prompt_tokens.into(), args.tokens.into()];
+    if args.prompts > 0 {
+        check_context([&a, &b], lengths)?;
+    }
     let device = open::device(&args.device).await?;
     let text = model_text(&a).await?;
     let segments = same_segments(&text, &model_text(&b).await?, &args)?;
@@ -70,7 +76,6 @@ pub async fn run(args: Args) -> Result<()> {
     };
     let parting = match (&result, &words) {
         (Ok(_), None | Some(Ok(_))) if args.prompts > 0 => {
-            let lengths = [args.prompt_tokens.into(), args.tokens.into()];
             Some(continuations([&a, &b], &segments, args.prompts, lengths, &device, &mut progress).await)
         }
         _ => None,

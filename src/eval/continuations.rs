@@ -25,6 +25,25 @@ pub struct Continuations {
     pub tokens: usize,
 }
 
+/// The tokens of a prompt and its continuation together, which either model must have positions for: to be
+/// asked before longer work that [`continuations`] follow.
+///
+/// # Errors
+/// [`Error::Options`] when one has fewer.
+pub fn check_context(models: [&Stored; 2], [prompt_tokens, tokens]: [usize; 2]) -> Result<usize> {
+    let context = prompt_tokens + tokens;
+    for stored in models {
+        let positions = ModelConfig::parse(stored.checkpoint.config())?.max_position_embeddings;
+        if context > positions {
+            return Err(Error::options(
+                format!("{context} tokens are more than the model's {positions}"),
+                "Continue shorter prompts, or by fewer tokens",
+            ));
+        }
+    }
+    Ok(context)
+}
+
 /// Continues the first `prompt_tokens` of each row by `tokens` tokens with either model, one model in memory
 /// after the other. Rows that are shorter are continued whole; tokens that end a text are no end here.
 /// `progress` is as in [`super::perplexity`], in continuations.
@@ -42,18 +61,11 @@ pub async fn continuations(
 ) -> Result<Continuations> {
     let rows: Vec<&[u32]> =
         segments.rows.iter().take(prompts).map(|row| &row[..row.len().min(prompt_tokens)]).collect();
+    let context = check_context(models, [prompt_tokens, tokens])?;
     let mut texts = [vec![], vec![]];
     for (model, stored) in models.iter().enumerate() {
-        let config = ModelConfig::parse(stored.checkpoint.config())?;
-        let context = prompt_tokens + tokens;
-        if context > config.max_position_embeddings {
-            return Err(Error::options(
-                format!("{context} tokens are more than the model's {}", config.max_position_embeddings),
-                "Continue shorter prompts, or by fewer tokens",
-            ));
-        }
-        let text =
-            Rc::new(ModelText::new(None, None, config.vocab_size, &stored.checkpoint.source().describe()));
+        let vocab = ModelConfig::parse(stored.checkpoint.config())?.vocab_size;
+        let text = Rc::new(ModelText::new(None, None, vocab, &stored.checkpoint.source().describe()));
         let (done, all) = (model * rows.len(), models.len() * rows.len());
         let loading = async |_, _| progress(done, all).await;
         let mut generator = Generator::load(stored, text, device, context, loading).await?;

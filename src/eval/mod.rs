@@ -8,7 +8,7 @@ mod perplexity;
 mod places;
 
 pub use compare::{Comparison, compare};
-pub use continuations::{Continuations, continuations};
+pub use continuations::{Continuations, check_context, continuations};
 pub use interval::Estimate;
 pub use perplexity::{Perplexity, perplexity};
 pub use places::{LastWords, last_words};

@@ -11,7 +11,7 @@ use super::protocol::{Event, Scored, Which};
 use super::session::{Session, texts};
 use super::shelf;
 use crate::error::{Error, Result};
-use crate::eval::{compare, continuations, perplexity};
+use crate::eval::{check_context, compare, continuations, perplexity};
 use crate::model::{ModelConfig, Stored};
 use crate::storage::Sink;
 use crate::storage::browser::PrivateSink;
@@ -91,8 +91,11 @@ impl Session {
         let before = self.subject(Which::Before, None).await?;
         let after = self.subject(Which::After, name.as_deref()).await?;
         let segments = segments(&before, &file, wanted.max_tokens)?;
-        let comparison = compare(&before.stored, &after.stored, &segments, &device, self.teller(id)).await?;
         let models = [before.stored.as_ref(), after.stored.as_ref()];
+        if and_continue {
+            check_context(models, CONTINUED)?;
+        }
+        let comparison = compare(models[0], models[1], &segments, &device, self.teller(id)).await?;
         let continuations = match and_continue {
             true => {
                 Some(continuations(models, &segments, PROMPTS, CONTINUED, &device, self.teller(id)).await?)
