@@ -26,7 +26,7 @@ pub(super) const MOST_ROWS: usize = 4;
 const PART: usize = 128;
 
 /// Products below which waking another thread costs more than it saves.
-const WORTH_SHARING: usize = 1 << 17;
+const WORTH_SHARING: usize = 1 << 15;
 
 /// The largest head that the CPU's buffer holds; larger ones exist in no supported family.
 const LARGEST_HEAD: usize = 512;

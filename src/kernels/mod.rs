@@ -34,6 +34,8 @@ mod sums;
 pub mod sweep;
 pub mod swiglu;
 pub mod symmetric;
+#[cfg(not(target_arch = "wasm32"))]
+mod team;
 pub mod topk;
 
 #[cfg(test)]

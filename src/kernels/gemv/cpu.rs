@@ -11,7 +11,7 @@ use crate::kernels::simd::multiversion;
 use crate::kernels::sums::TILE;
 
 /// Bytes of weights below which another thread costs more than it saves.
-const TASK_BYTES: usize = 256 << 10;
+const TASK_BYTES: usize = 64 << 10;
 
 /// out[tile][row][lane] = Σ_k w[tile·TILE + lane][k]·x[row][k]: `w` is [n, k], `x` [rows, k] with at
 /// most four rows, `out` [⌈n / TILE⌉, rows, TILE] with anything past the last output.

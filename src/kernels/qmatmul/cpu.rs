@@ -5,7 +5,7 @@ use crate::kernels::parallel::{for_chunks, threads};
 use crate::kernels::simd::{half_to_f32, multiversion, prefetch};
 
 /// Bytes of words below which another thread costs more than it saves.
-const TASK_BYTES: usize = 192 << 10;
+const TASK_BYTES: usize = 32 << 10;
 /// How far ahead words are asked for: what the processor foresees by itself is too little while it
 /// unpacks.
 const AHEAD: usize = 1024;
