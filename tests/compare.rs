@@ -7,7 +7,6 @@ use std::rc::Rc;
 use common::{Files, VOCAB, change_tensor, expected, gpu, model, perplexity_of, rows};
 use halftone::device::Device;
 use halftone::eval::{compare, continuations, last_words, perplexity};
-use halftone::kernels::rope::RopeTable;
 use halftone::model::{Block, Embedding, Head, ModelConfig, Stored};
 use halftone::storage::memory::MemorySource;
 use halftone::text::{Passage, Segments};
@@ -22,11 +21,12 @@ fn logits(model: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
     let config = ModelConfig::parse(model.checkpoint.config()).unwrap();
     let device = Device::Cpu;
     let len = rows[0].len();
-    let rope: RopeTable = config.rope.table(&device, config.head_dim, len).unwrap();
+    let rope = config.rope_tables(&device, len).unwrap();
     let embedding = block_on(Embedding::load(&config, model, &device)).unwrap();
     let mut h = embedding.embed(&rows.concat()).unwrap();
     for layer in 0..config.layers {
-        block_on(Block::load(&config, layer, model, &device)).unwrap().forward(&mut h, len, &rope).unwrap();
+        let block = block_on(Block::load(&config, layer, model, &device)).unwrap();
+        h = block_on(block.forward(h, len, &rope)).unwrap();
     }
     let head = block_on(Head::load(&config, model, &device)).unwrap();
     block_on(head.logits(&h).unwrap().to_f32()).unwrap()

@@ -69,11 +69,11 @@ impl Weights for SafeWeights<'_> {
 fn hidden(golden: &Golden, device: &Device) -> halftone::tensor::Tensor {
     let (config, weights) = (&golden.config, golden.weights());
     let embedding = block_on(Embedding::load(config, &weights, device)).unwrap();
-    let rope = config.rope.table(device, config.head_dim, SEQ_LEN).unwrap();
+    let rope = config.rope_tables(device, SEQ_LEN).unwrap();
     let mut h = embedding.embed(&golden.ids).unwrap();
     for layer in 0..config.layers {
         let block = block_on(Block::load(config, layer, &weights, device)).unwrap();
-        block.forward(&mut h, SEQ_LEN, &rope).unwrap();
+        h = block_on(block.forward(h, SEQ_LEN, &rope)).unwrap();
     }
     h
 }

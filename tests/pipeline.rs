@@ -12,7 +12,7 @@ use halftone::error::Error;
 use halftone::eval::perplexity;
 use halftone::gptq::scheme::{Preset, Scheme};
 use halftone::model::arch::stages;
-use halftone::model::{Block, Embedding, LinearSpec, Stored, Weights};
+use halftone::model::{Block, Embedding, Flow, LinearSpec, Stored, Weights};
 use halftone::pipeline::events::Silent;
 use halftone::pipeline::plan::human_bytes;
 use halftone::pipeline::{Event, ModuleRow, Observer, RunReport};
@@ -128,32 +128,22 @@ fn losses_are_those_of_the_decoded_weights(name: &str, scheme: Scheme, device: &
     let rounded = open(&Job::new(name, rtn).run().0);
     let (dense, quantized) = (job.stored().unwrap(), open(&files));
     let (config, cpu, seq_len) = (config_of(&dense), Device::Cpu, job.rows[0].len());
-    let rope = config.rope.table(&cpu, config.head_dim, seq_len).unwrap();
+    let rope = config.rope_tables(&cpu, seq_len).unwrap();
     let embedding = block_on(Embedding::load(&config, &dense, &cpu)).unwrap();
     let mut h = embedding.embed(&job.rows.concat()).unwrap();
     let mut rows = report.modules.iter();
     for layer in 0..config.layers {
         let block = block_on(Block::load(&config, layer, &quantized, &cpu)).unwrap();
-        for stage in stages(&config, layer) {
-            let x = match stage.name {
-                "qkv" => block.attention_input(&h).unwrap(),
-                "o" => block.attention(&block.attention_input(&h).unwrap(), seq_len, &rope).unwrap(),
-                "gate_up" => {
-                    let x = block.attention_input(&h).unwrap();
-                    let mixed = block.attention(&x, seq_len, &rope).unwrap();
-                    block.add_attention(&mut h, &mixed).unwrap();
-                    block.mlp_input(&h).unwrap()
-                }
-                _ => block.mlp_hidden(&block.mlp_input(&h).unwrap()).unwrap(),
-            };
+        let mut flow = Flow::new(h);
+        for (index, stage) in stages(&config, layer).iter().enumerate() {
+            let x = block_on(block.input(index, &mut flow, seq_len, &rope)).unwrap();
             for spec in &stage.linears {
                 let row = rows.next().unwrap();
                 assert_eq!((row.layer, &row.module, row.tokens), (layer, &spec.module, 640));
                 check_losses(name, row, spec, &x, [&dense, &quantized, &rounded]);
             }
         }
-        let inner = block.mlp_hidden(&block.mlp_input(&h).unwrap()).unwrap();
-        block.add_mlp(&mut h, &inner).unwrap();
+        h = block_on(block.finish(flow, seq_len, &rope)).unwrap();
     }
 }
 

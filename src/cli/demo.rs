@@ -124,7 +124,7 @@ pub async fn run(args: Args) -> Result<()> {
     say!(
         "demo model: {}, {} layers, on {}; calibration {} × {SEQ_LEN} tokens, perplexity over {} tokens of \
          held-out text, groups of {GROUP}\n",
-        config.family.name(),
+        config.family.name,
         config.layers,
         device.describe(),
         calibration.rows.len(),

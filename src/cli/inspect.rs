@@ -84,7 +84,7 @@ pub async fn run(args: Args) -> Result<()> {
             .map(|(name, (count, bytes))| (name, serde_json::json!({"tensors": count, "bytes": bytes})))
             .collect();
         let object = serde_json::json!({
-            "model_type": config.family.name(), "layers": config.layers, "hidden_size": config.hidden_size,
+            "model_type": config.family.name, "layers": config.layers, "hidden_size": config.hidden_size,
             "heads": config.heads, "kv_heads": config.kv_heads, "head_dim": config.head_dim,
             "intermediate_size": config.intermediate_size, "vocab_size": config.vocab_size,
             "parameters": parameters, "bytes": checkpoint.total_bytes(), "dtypes": dtypes,
@@ -96,7 +96,7 @@ pub async fn run(args: Args) -> Result<()> {
     say!(
         "{}: {}, {:.1} M parameters, {} layers, hidden {}, heads {} ({} kv) of {}, intermediate {}, vocabulary {}{}",
         args.dir.display(),
-        config.family.name(),
+        config.family.name,
         parameters as f64 / 1e6,
         config.layers,
         config.hidden_size,

@@ -112,7 +112,7 @@ pub async fn run(args: Args) -> Result<()> {
     let seconds = estimate::seconds(&plan, estimate::speed(&device).await?);
     if args.json {
         let object = serde_json::json!({
-            "model_type": plan.config.family.name(),
+            "model_type": plan.config.family.name,
             "device": device.describe(),
             "format": plan.output.format,
             "modules": plan.modules,
@@ -162,7 +162,7 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
     let memory = &plan.memory;
     say!(
         "model: {}, {} layers, {} in {} tensors",
-        plan.config.family.name(),
+        plan.config.family.name,
         plan.config.layers,
         human_bytes(stored.checkpoint.total_bytes()),
         stored.checkpoint.tensors().len()

@@ -58,7 +58,7 @@ pub async fn run(args: Args) -> Result<()> {
         say!(
             "{}: {}, {} layers, {} on {}\n{from}",
             args.job.model.display(),
-            plan.config.family.name(),
+            plan.config.family.name,
             plan.config.layers,
             human_bytes(stored.checkpoint.total_bytes()),
             device.describe()

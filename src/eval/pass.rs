@@ -2,8 +2,7 @@
 
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernels::rope::RopeTable;
-use crate::model::{Block, Embedding, ModelConfig, Stored};
+use crate::model::{Block, Embedding, ModelConfig, RopeTables, Stored};
 use crate::pipeline::stream::{Batches, Stream};
 use crate::tensor::Tensor;
 
@@ -18,7 +17,7 @@ pub struct Pass<'a> {
     config: &'a ModelConfig,
     device: &'a Device,
     batches: &'a Batches,
-    rope: RopeTable,
+    rope: RopeTables,
     stream: Stream,
 }
 
@@ -33,7 +32,7 @@ impl<'a> Pass<'a> {
         batches: &'a Batches,
         device: &'a Device,
     ) -> Result<Self> {
-        let rope = config.rope.table(device, config.head_dim, batches.longest())?;
+        let rope = config.rope_tables(device, batches.longest())?;
         let ids = (0..batches.len()).flat_map(|batch| batches.get(batch).ids.iter().copied());
         let embedding = Embedding::load_rows(config, stored, device, ids).await?;
         let stream = batches.embed(&embedding, device, true).await?;
@@ -45,8 +44,8 @@ impl<'a> Pass<'a> {
         let block = Block::load(self.config, layer, self.stored, self.device).await?;
         for batch in 0..self.batches.len() {
             step().await?;
-            let mut h = self.take(batch)?;
-            block.forward(&mut h, self.batches.get(batch).seq_len, &self.rope)?;
+            let h = self.take(batch)?;
+            let h = block.forward(h, self.batches.get(batch).seq_len, &self.rope).await?;
             self.put(batch, h).await?;
             self.device.settle().await?;
         }

@@ -1,19 +1,29 @@
 //! The architecture table: what the tensors of a model are called and how large they are, and which
 //! linear layers are quantized together.
+//!
+//! A block is a row of sections. A section reads the residual stream, each of its branches computes
+//! something of it, and what they give together is added to the stream. A branch is a norm and two stages
+//! of linear layers with something between them: attention, or an activation. [`super::family`] says
+//! which sections a family's blocks have.
 
 use super::config::ModelConfig;
 
-pub const EMBEDDING: &str = "model.embed_tokens.weight";
-pub const FINAL_NORM: &str = "model.norm.weight";
-pub const LM_HEAD: &str = "lm_head.weight";
-pub const LM_HEAD_MODULE: &str = "lm_head";
+/// Names of the tensors outside blocks, and where blocks lie; all without `.weight`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Names {
+    pub embedding: String,
+    /// `<blocks>.<number>.` begins every tensor of a block.
+    pub blocks: String,
+    pub final_norm: String,
+    pub head: String,
+}
 
 /// One linear layer of a block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinearSpec {
     /// The full name without `.weight`, for example `model.layers.3.self_attn.q_proj`.
     pub module: String,
-    /// The last part of the name, unique within a block.
+    /// The last part of the name.
     pub short: &'static str,
     pub in_features: usize,
     pub out_features: usize,
@@ -28,47 +38,91 @@ pub struct Stage {
     pub linears: Vec<LinearSpec>,
 }
 
-/// The stages of block `layer`, in the order in which they run: q, k, v; o; gate, up; down. A family
-/// that [stores](super::Family::stores_fused) q, k, v or gate, up as one layer has it quantized as one:
-/// rows do not influence each other, so that makes the same codes.
+/// How a block is put together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockSpec {
+    pub sections: Vec<Section>,
+}
+
+/// Branches that read the same residual stream; the sum of what they give is added to it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Section {
+    pub branches: Vec<Branch>,
+}
+
+/// A norm, a stage, [what lies between](Kind), and another stage.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Branch {
+    /// The name of its norm, without `.weight`.
+    pub norm: String,
+    pub kind: Kind,
+    pub stages: [Stage; 2],
+}
+
+/// What is between a branch's two stages.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// Attention over the outputs of the first stage.
+    Attention { qkv: Qkv, head_norms: Option<[String; 2]> },
+    /// act(gate) · up of the first stage's two layers, or of the halves of its one.
+    Gated,
+}
+
+/// How queries, keys and values come out of their stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Qkv {
+    /// Three layers.
+    Apart,
+    /// One layer: all queries, then all keys, then all values.
+    Stacked,
+}
+
+impl BlockSpec {
+    /// The stages in the order in which they run.
+    pub fn stages(&self) -> impl Iterator<Item = &Stage> {
+        self.branches().flat_map(|branch| &branch.stages)
+    }
+
+    fn branches(&self) -> impl Iterator<Item = &Branch> {
+        self.sections.iter().flat_map(|section| &section.branches)
+    }
+
+    /// Names of the norms before branches, each once.
+    pub(super) fn norms(&self) -> Vec<&str> {
+        let mut names: Vec<&str> = vec![];
+        for branch in self.branches() {
+            if !names.contains(&branch.norm.as_str()) {
+                names.push(&branch.norm);
+            }
+        }
+        names
+    }
+
+    /// Names of the norms of single heads.
+    pub(super) fn head_norms(&self) -> Vec<&str> {
+        let norms = self.branches().filter_map(|branch| match &branch.kind {
+            Kind::Attention { head_norms, .. } => head_norms.as_ref(),
+            Kind::Gated => None,
+        });
+        norms.flatten().map(String::as_str).collect()
+    }
+}
+
+/// Block `layer` of a model.
+pub fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
+    (config.family.block)(config, layer)
+}
+
+/// The stages of block `layer`, in the order in which they run. A family that stores q, k, v or gate, up
+/// as one layer has it quantized as one: rows do not influence each other, so that makes the same codes.
 pub fn stages(config: &ModelConfig, layer: usize) -> Vec<Stage> {
-    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
-    let (q, kv) = (config.heads * config.head_dim, config.kv_heads * config.head_dim);
-    let spec = |part: &str, short, in_features, out_features, bias| LinearSpec {
-        module: format!("{}.{part}.{short}", block_prefix(layer)),
-        short,
-        in_features,
-        out_features,
-        bias,
-    };
-    let attention = |short, from, to, bias| spec("self_attn", short, from, to, bias);
-    let mlp = |short, from, to| spec("mlp", short, from, to, config.mlp_bias);
-    let (qkv, gate_up) = match config.family.stores_fused() {
-        true => (
-            vec![attention("qkv_proj", hidden, q + 2 * kv, config.qkv_bias)],
-            vec![mlp("gate_up_proj", hidden, 2 * inner)],
-        ),
-        false => (
-            vec![
-                attention("q_proj", hidden, q, config.qkv_bias),
-                attention("k_proj", hidden, kv, config.qkv_bias),
-                attention("v_proj", hidden, kv, config.qkv_bias),
-            ],
-            vec![mlp("gate_proj", hidden, inner), mlp("up_proj", hidden, inner)],
-        ),
-    };
-    vec![
-        Stage { name: "qkv", linears: qkv },
-        Stage { name: "o", linears: vec![attention("o_proj", q, hidden, config.o_bias)] },
-        Stage { name: "gate_up", linears: gate_up },
-        Stage { name: "down", linears: vec![mlp("down_proj", inner, hidden)] },
-    ]
+    block(config, layer).stages().cloned().collect()
 }
 
 /// The output head as a stage of its own, after the last block's; only for a head that is not tied.
 pub fn head_stage(config: &ModelConfig) -> Stage {
     let spec = LinearSpec {
-        module: LM_HEAD_MODULE.to_owned(),
+        module: config.names.head.clone(),
         short: LM_HEAD_MODULE,
         in_features: config.hidden_size,
         out_features: config.vocab_size,
@@ -77,42 +131,38 @@ pub fn head_stage(config: &ModelConfig) -> Stage {
     Stage { name: LM_HEAD_MODULE, linears: vec![spec] }
 }
 
+/// The head of most families, and its stage.
+pub const LM_HEAD_MODULE: &str = "lm_head";
+pub const LM_HEAD: &str = "lm_head.weight";
+
 /// The prefix of every tensor of block `layer`.
-pub fn block_prefix(layer: usize) -> String {
-    format!("model.layers.{layer}")
+pub fn block_prefix(config: &ModelConfig, layer: usize) -> String {
+    format!("{}.{layer}", config.names.blocks)
 }
 
-/// The tensors of block `layer` that are not part of a linear layer, with their shapes.
-pub(super) fn norms(config: &ModelConfig, layer: usize) -> Vec<(String, Vec<usize>)> {
-    let prefix = block_prefix(layer);
-    let mut names = vec![
-        (format!("{prefix}.input_layernorm.weight"), vec![config.hidden_size]),
-        (format!("{prefix}.post_attention_layernorm.weight"), vec![config.hidden_size]),
-    ];
-    if config.qk_norm {
-        for part in ["q_norm", "k_norm"] {
-            names.push((format!("{prefix}.self_attn.{part}.weight"), vec![config.head_dim]));
-        }
-    }
-    names
+/// The name of the weight of a module.
+pub fn weight(module: &str) -> String {
+    format!("{module}.weight")
 }
 
 /// Every tensor of a dense checkpoint of this model, with its shape.
 pub fn expected_tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     let table = vec![config.vocab_size, config.hidden_size];
-    let mut tensors = vec![(EMBEDDING.to_owned(), table.clone())];
+    let mut tensors = vec![(weight(&config.names.embedding), table.clone())];
     for layer in 0..config.layers {
-        tensors.extend(norms(config, layer));
-        for spec in stages(config, layer).into_iter().flat_map(|stage| stage.linears) {
+        let block = block(config, layer);
+        tensors.extend(block.norms().into_iter().map(|norm| (weight(norm), vec![config.hidden_size])));
+        tensors.extend(block.head_norms().into_iter().map(|norm| (weight(norm), vec![config.head_dim])));
+        for spec in block.stages().flat_map(|stage| &stage.linears) {
             if spec.bias {
                 tensors.push((format!("{}.bias", spec.module), vec![spec.out_features]));
             }
-            tensors.push((format!("{}.weight", spec.module), vec![spec.out_features, spec.in_features]));
+            tensors.push((weight(&spec.module), vec![spec.out_features, spec.in_features]));
         }
     }
-    tensors.push((FINAL_NORM.to_owned(), vec![config.hidden_size]));
+    tensors.push((weight(&config.names.final_norm), vec![config.hidden_size]));
     if !config.tie_word_embeddings {
-        tensors.push((LM_HEAD.to_owned(), table));
+        tensors.push((weight(&config.names.head), table));
     }
     tensors
 }

@@ -1,16 +1,23 @@
 //! One transformer block, in stages.
 //!
+//! A block of the Llama kind has two sections of one branch each:
+//!
 //! ```text
 //! h += o_proj(attention(rope(norm(q_proj(x))), rope(norm(k_proj(x))), v_proj(x)))   x = rmsnorm(h)
 //! h += down_proj(silu(gate_proj(x)) · up_proj(x))                                   x = rmsnorm(h)
 //! ```
 //!
-//! The quantization pipeline stops between the stages: their inputs make the Hessians, and each
-//! stage's linear layers are replaced before its outputs are computed.
+//! The quantization pipeline stops before each stage of linear layers: the stage's inputs make the
+//! Hessian, and the layers are replaced before their outputs are computed. A [`Flow`] is where one
+//! micro-batch of activations is on that way. Two flows may go side by side through two blocks, as those of
+//! a quantized model and of its original do.
 
-use super::arch::{self, LinearSpec};
+use std::collections::HashMap;
+
+use super::arch::{self, BlockSpec, Branch, Kind, LinearSpec, Qkv, Stage};
 use super::config::ModelConfig;
 use super::linear::Linear;
+use super::rope::RopeTables;
 use super::weights::{Weights, load_f32};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -18,7 +25,7 @@ use crate::kernels::add::add_assign;
 use crate::kernels::attention::{Attention, causal};
 use crate::kernels::columns::gather;
 use crate::kernels::rmsnorm::rmsnorm;
-use crate::kernels::rope::{self, RopeTable};
+use crate::kernels::rope;
 use crate::kernels::swiglu::{swiglu, swiglu_halves};
 use crate::tensor::Tensor;
 
@@ -35,16 +42,42 @@ impl Attention {
     }
 }
 
-/// The weights of one block. Activations are f32; `h` is [tokens, hidden], where tokens are
-/// sequences of equal length stacked in rows.
+/// Activations on their way through a block.
+pub struct Flow {
+    /// The residual stream, [tokens, hidden] in f32: sequences of equal length stacked in rows.
+    pub h: Tensor,
+    /// The inputs of the last stage, if whoever holds the flow kept them; computed again otherwise.
+    pub inner: Option<Tensor>,
+    /// What the section's finished branches gave, where others are still to come.
+    pub sum: Option<Tensor>,
+    /// The stage that it has come to.
+    pub stage: usize,
+}
+
+impl Flow {
+    /// Before a block.
+    pub fn new(h: Tensor) -> Self {
+        Self { h, inner: None, sum: None, stage: 0 }
+    }
+}
+
+/// The weights of one block.
 pub struct Block {
-    attention_norm: Tensor,
-    mlp_norm: Tensor,
-    qk_norm: Option<(Tensor, Tensor)>,
-    /// In the order of their stages: q, k, v, o, gate, up, down, or with qkv and gate_up as one each.
-    linears: Vec<(LinearSpec, Linear)>,
+    layer: usize,
+    spec: BlockSpec,
+    norms: HashMap<String, Tensor>,
+    /// By module.
+    linears: HashMap<String, Linear>,
     shape: Attention,
     eps: f32,
+}
+
+/// Where a stage lies: in which section and branch, and whether it is the branch's second.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Place {
+    section: usize,
+    branch: usize,
+    second: bool,
 }
 
 impl Block {
@@ -61,7 +94,7 @@ impl Block {
         let mut block = Self::without_linears(config, layer, weights, device).await?;
         for spec in arch::stages(config, layer).into_iter().flat_map(|stage| stage.linears) {
             let linear = weights.linear(&spec, device).await?;
-            block.set_linear(spec, linear);
+            block.set_linear(&spec, linear);
         }
         Ok(block)
     }
@@ -77,103 +110,234 @@ impl Block {
         weights: &W,
         device: &Device,
     ) -> Result<Self> {
-        let mut norms = vec![];
-        for (name, shape) in arch::norms(config, layer) {
-            norms.push(Tensor::from_f32(device, &shape, load_f32(weights, &name, &shape).await?)?);
+        let spec = arch::block(config, layer);
+        let widths = (spec.norms().into_iter().map(|name| (name, config.hidden_size)))
+            .chain(spec.head_norms().into_iter().map(|name| (name, config.head_dim)));
+        let mut norms = HashMap::new();
+        for (name, width) in widths {
+            let values = load_f32(weights, &arch::weight(name), &[width]).await?;
+            norms.insert(name.to_owned(), Tensor::from_f32(device, &[width], values)?);
         }
-        let mut norms = norms.into_iter();
-        let (Some(attention_norm), Some(mlp_norm)) = (norms.next(), norms.next()) else {
-            return Err(Error::Internal("a block without norms".into()));
-        };
         Ok(Self {
-            attention_norm,
-            mlp_norm,
-            qk_norm: norms.next().zip(norms.next()),
-            linears: vec![],
+            layer,
+            norms,
+            spec,
+            linears: HashMap::new(),
             shape: Attention::of(config, layer),
             eps: config.rms_norm_eps,
         })
     }
 
     /// Adds a linear layer.
-    pub fn set_linear(&mut self, spec: LinearSpec, linear: Linear) {
-        self.linears.push((spec, linear));
+    pub fn set_linear(&mut self, spec: &LinearSpec, linear: Linear) {
+        self.linears.insert(spec.module.clone(), linear);
     }
 
-    /// The linear layer with this short name, such as `q_proj`.
-    pub fn linear(&self, short: &str) -> Result<&Linear> {
-        self.find(short).ok_or_else(|| Error::Internal(format!("a block has no {short}")))
+    /// The linear layer of this name.
+    fn linear(&self, spec: &LinearSpec) -> Result<&Linear> {
+        let absent = || Error::Internal(format!("{} is not in its block yet", spec.module));
+        self.linears.get(&spec.module).ok_or_else(absent)
     }
 
-    fn find(&self, short: &str) -> Option<&Linear> {
-        self.linears.iter().find(|(spec, _)| spec.short == short).map(|(_, linear)| linear)
+    fn norm(&self, name: &str) -> Result<&Tensor> {
+        self.norms.get(name).ok_or_else(|| Error::Internal(format!("{name} is not in its block")))
     }
 
-    /// q, k and v of an input, from one layer or from three.
-    fn heads(&self, x: &Tensor) -> Result<[Tensor; 3]> {
-        let Some(qkv) = self.find("qkv_proj") else {
-            return Ok([
-                self.linear("q_proj")?.forward(x)?,
-                self.linear("k_proj")?.forward(x)?,
-                self.linear("v_proj")?.forward(x)?,
-            ]);
-        };
-        let all = qkv.forward(x)?;
-        let (q, kv) = (self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim);
-        let part = |from: usize, to: usize| {
-            let columns = Tensor::from_u32(all.device(), &[to - from], (from as u32..to as u32).collect())?;
-            gather(&all, &columns)
-        };
-        Ok([part(0, q)?, part(q, q + kv)?, part(q + kv, q + 2 * kv)?])
+    /// Its stages in forward order.
+    pub fn stages(&self) -> impl Iterator<Item = &Stage> {
+        self.spec.stages()
     }
 
-    /// The input of q_proj, k_proj and v_proj: [tokens, hidden].
-    pub fn attention_input(&self, h: &Tensor) -> Result<Tensor> {
-        rmsnorm(h, &self.attention_norm, self.eps)
+    /// Whether `stage` is the first of a branch, so that the branch before must be finished for it.
+    pub fn begins_branch(&self, stage: usize) -> bool {
+        stage.is_multiple_of(2)
     }
 
-    /// The input of o_proj, [tokens, heads · head_dim], from [`Block::attention_input`]. Each run of
-    /// `seq_len` rows is a sequence that starts at position 0.
-    pub fn attention(&self, x: &Tensor, seq_len: usize, rope: &RopeTable) -> Result<Tensor> {
-        let [mut q, mut k, v] = self.heads(x)?;
-        if let Some((q_norm, k_norm)) = &self.qk_norm {
-            q = rmsnorm(&q, q_norm, self.eps)?;
-            k = rmsnorm(&k, k_norm, self.eps)?;
+    /// Whether the inputs of `stage` are worth keeping for the next stage: those of a branch's first are a
+    /// norm of what is there.
+    pub fn worth_keeping(&self, stage: usize) -> bool {
+        !self.begins_branch(stage)
+    }
+
+    /// Stages come in pairs, a pair for each branch.
+    fn place(&self, stage: usize) -> Option<Place> {
+        let mut branch = stage / 2;
+        for (section, spec) in self.spec.sections.iter().enumerate() {
+            if branch < spec.branches.len() {
+                return Some(Place { section, branch, second: !stage.is_multiple_of(2) });
+            }
+            branch -= spec.branches.len();
         }
-        rope::apply(&mut q, rope, seq_len, 0)?;
-        rope::apply(&mut k, rope, seq_len, 0)?;
-        causal(&q, &k, &v, &self.shape, seq_len)
+        None
     }
 
-    /// h += o_proj(mixed), with `mixed` from [`Block::attention`].
-    pub fn add_attention(&self, h: &mut Tensor, mixed: &Tensor) -> Result<()> {
-        add_assign(h, &self.linear("o_proj")?.forward(mixed)?)
+    fn branch(&self, place: Place) -> &Branch {
+        &self.spec.sections[place.section].branches[place.branch]
     }
 
-    /// The input of gate_proj and up_proj: [tokens, hidden].
-    pub fn mlp_input(&self, h: &Tensor) -> Result<Tensor> {
-        rmsnorm(h, &self.mlp_norm, self.eps)
-    }
-
-    /// The input of down_proj, [tokens, intermediate], from [`Block::mlp_input`].
-    pub fn mlp_hidden(&self, x: &Tensor) -> Result<Tensor> {
-        if let Some(gate_up) = self.find("gate_up_proj") {
-            return swiglu_halves(&gate_up.forward(x)?);
+    /// Brings `flow` to `stage`, not before the one it is at: finishes what lies behind, with the linear
+    /// layers that are there now. The number of stages means the block's end.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when a branch is left out or a layer is missing; those of the device.
+    pub async fn advance(
+        &self,
+        stage: usize,
+        flow: &mut Flow,
+        seq_len: usize,
+        rope: &RopeTables,
+    ) -> Result<()> {
+        if stage != flow.stage {
+            self.step(stage, flow, seq_len, rope)?;
+            flow.inner = None;
         }
-        let gate = self.linear("gate_proj")?.forward(x)?;
-        swiglu(gate, &self.linear("up_proj")?.forward(x)?)
+        Ok(())
     }
 
-    /// h += down_proj(inner), with `inner` from [`Block::mlp_hidden`].
-    pub fn add_mlp(&self, h: &mut Tensor, inner: &Tensor) -> Result<()> {
-        add_assign(h, &self.linear("down_proj")?.forward(inner)?)
+    /// The same, but leaves the inputs of the stage before where they serve the next.
+    fn step(&self, stage: usize, flow: &mut Flow, seq_len: usize, rope: &RopeTables) -> Result<()> {
+        let Some(from) = self.place(flow.stage) else {
+            return Err(Error::Internal(format!("block {} has no stage {}", self.layer, flow.stage)));
+        };
+        if stage < flow.stage || stage / 2 > flow.stage / 2 + 1 {
+            return Err(Error::Internal(format!("from stage {} to stage {stage}", flow.stage)));
+        }
+        if stage / 2 > flow.stage / 2 {
+            self.close(from, self.place(stage), flow, seq_len, rope)?;
+        }
+        flow.stage = stage;
+        Ok(())
     }
 
-    /// The whole block, in place.
-    pub fn forward(&self, h: &mut Tensor, seq_len: usize, rope: &RopeTable) -> Result<()> {
-        let mixed = self.attention(&self.attention_input(h)?, seq_len, rope)?;
-        self.add_attention(h, &mixed)?;
-        let inner = self.mlp_hidden(&self.mlp_input(h)?)?;
-        self.add_mlp(h, &inner)
+    /// Computes what a branch gives and adds it to the stream, or to the section's sum until that is whole.
+    fn close(
+        &self,
+        from: Place,
+        to: Option<Place>,
+        flow: &mut Flow,
+        seq_len: usize,
+        rope: &RopeTables,
+    ) -> Result<()> {
+        let branch = self.branch(from);
+        let kept = if flow.stage % 2 == 1 { flow.inner.take() } else { None };
+        flow.inner = None;
+        let x = match kept {
+            Some(x) => x,
+            None => {
+                let x = self.first_input(branch, flow)?;
+                self.second_input(branch, &x, seq_len, rope)?
+            }
+        };
+        let [spec] = &branch.stages[1].linears[..] else {
+            return Err(Error::Internal(format!("block {}: a branch with several ends", self.layer)));
+        };
+        let mut out = self.linear(spec)?.forward(&x)?;
+        if let Some(sum) = flow.sum.take() {
+            add_assign(&mut out, &sum)?;
+        }
+        if to.is_some_and(|to| to.section == from.section) {
+            flow.sum = Some(out);
+            return Ok(());
+        }
+        add_assign(&mut flow.h, &out)
+    }
+
+    /// The inputs of `stage`, [rows, in_features], of a `flow` that was at the stage before, or at this one.
+    /// Put back as `flow.inner` they need not be computed again; see [`Block::worth_keeping`].
+    ///
+    /// # Errors
+    /// As [`Block::advance`].
+    pub async fn input(
+        &self,
+        stage: usize,
+        flow: &mut Flow,
+        seq_len: usize,
+        rope: &RopeTables,
+    ) -> Result<Tensor> {
+        let before = flow.stage;
+        self.step(stage, flow, seq_len, rope)?;
+        let Some(place) = self.place(stage) else {
+            return Err(Error::Internal(format!("block {} has no stage {stage}", self.layer)));
+        };
+        let branch = self.branch(place);
+        let kept = flow.inner.take();
+        if !place.second {
+            return self.first_input(branch, flow);
+        }
+        match kept {
+            Some(x) if before == stage => Ok(x),
+            Some(x) => self.second_input(branch, &x, seq_len, rope),
+            None => self.second_input(branch, &self.first_input(branch, flow)?, seq_len, rope),
+        }
+    }
+
+    /// The block's end: the flow's `h` is the next block's input.
+    ///
+    /// # Errors
+    /// As [`Block::advance`].
+    pub async fn finish(&self, flow: Flow, seq_len: usize, rope: &RopeTables) -> Result<Tensor> {
+        let mut flow = flow;
+        self.advance(self.stages().count(), &mut flow, seq_len, rope).await?;
+        Ok(flow.h)
+    }
+
+    /// The whole block. Each run of `seq_len` rows is a sequence that starts at position 0.
+    ///
+    /// # Errors
+    /// As [`Block::advance`].
+    pub async fn forward(&self, h: Tensor, seq_len: usize, rope: &RopeTables) -> Result<Tensor> {
+        let mut flow = Flow::new(h);
+        for stage in 0..self.stages().count() {
+            let x = self.input(stage, &mut flow, seq_len, rope).await?;
+            flow.inner = Some(x);
+        }
+        self.finish(flow, seq_len, rope).await
+    }
+
+    /// The inputs of a branch's first stage.
+    fn first_input(&self, branch: &Branch, flow: &Flow) -> Result<Tensor> {
+        rmsnorm(&flow.h, self.norm(&branch.norm)?, self.eps)
+    }
+
+    /// The inputs of its second stage, from those of its first.
+    fn second_input(&self, branch: &Branch, x: &Tensor, seq_len: usize, rope: &RopeTables) -> Result<Tensor> {
+        let linears = &branch.stages[0].linears;
+        match &branch.kind {
+            Kind::Attention { qkv, head_norms } => {
+                let [mut q, mut k, v] = self.heads(*qkv, linears, x)?;
+                if let Some([q_norm, k_norm]) = head_norms {
+                    q = rmsnorm(&q, self.norm(q_norm)?, self.eps)?;
+                    k = rmsnorm(&k, self.norm(k_norm)?, self.eps)?;
+                }
+                rope::apply(&mut q, rope.of(self.layer), seq_len, 0)?;
+                rope::apply(&mut k, rope.of(self.layer), seq_len, 0)?;
+                causal(&q, &k, &v, &self.shape, seq_len)
+            }
+            Kind::Gated => match &linears[..] {
+                [gate, up] => swiglu(self.linear(gate)?.forward(x)?, &self.linear(up)?.forward(x)?),
+                [gate_up] => swiglu_halves(&self.linear(gate_up)?.forward(x)?),
+                _ => Err(Error::Internal("a gated branch has one layer or two".into())),
+            },
+        }
+    }
+
+    /// q, k and v of an input.
+    fn heads(&self, qkv: Qkv, linears: &[LinearSpec], x: &Tensor) -> Result<[Tensor; 3]> {
+        match (qkv, linears) {
+            (Qkv::Apart, [q, k, v]) => {
+                Ok([self.linear(q)?.forward(x)?, self.linear(k)?.forward(x)?, self.linear(v)?.forward(x)?])
+            }
+            (Qkv::Stacked, [qkv]) => {
+                let all = self.linear(qkv)?.forward(x)?;
+                let (q, kv) =
+                    (self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim);
+                let part = |from: usize, to: usize| {
+                    let columns = (from as u32..to as u32).collect();
+                    gather(&all, &Tensor::from_u32(all.device(), &[to - from], columns)?)
+                };
+                Ok([part(0, q)?, part(q, q + kv)?, part(q + kv, q + 2 * kv)?])
+            }
+            _ => Err(Error::Internal("q, k and v are three layers or one".into())),
+        }
     }
 }

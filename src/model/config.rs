@@ -2,46 +2,20 @@
 
 use serde_json::{Map, Value};
 
-use super::rope::Rope;
+use super::arch::Names;
+use super::family::Family;
+use super::rope::{Rope, RopeTables};
+use crate::device::Device;
 use crate::error::{Error, Result};
 
 /// What the messages call the file.
 pub(super) const PLACE: &str = "config.json";
 
-/// The architectures that [`super::Block`] computes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Family {
-    Llama,
-    Mistral,
-    Qwen2,
-    Qwen3,
-    Phi3,
-}
-
-impl Family {
-    const ALL: [Self; 5] = [Self::Llama, Self::Mistral, Self::Qwen2, Self::Qwen3, Self::Phi3];
-
-    /// The `model_type` of `config.json`.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Llama => "llama",
-            Self::Mistral => "mistral",
-            Self::Qwen2 => "qwen2",
-            Self::Qwen3 => "qwen3",
-            Self::Phi3 => "phi3",
-        }
-    }
-
-    /// Whether q, k and v are stored as the rows of one layer, and gate and up of another.
-    pub fn stores_fused(self) -> bool {
-        self == Self::Phi3
-    }
-}
-
 /// The hyperparameters of a model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
-    pub family: Family,
+    pub family: &'static Family,
+    pub names: Names,
     pub vocab_size: usize,
     pub hidden_size: usize,
     pub intermediate_size: usize,
@@ -52,7 +26,8 @@ pub struct ModelConfig {
     /// Need not be hidden_size / heads.
     pub head_dim: usize,
     pub rms_norm_eps: f32,
-    pub rope: Rope,
+    /// Of each layer.
+    pub rope: Vec<Rope>,
     /// For each layer, how many tokens a token sees, itself included; `None` for all before it.
     pub sliding_window: Vec<Option<usize>>,
     /// The head's weight is the embedding table.
@@ -72,6 +47,14 @@ pub struct ModelConfig {
 }
 
 impl ModelConfig {
+    /// Cosines and sines of every layer for positions below `positions`.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn rope_tables(&self, device: &Device, positions: usize) -> Result<RopeTables> {
+        RopeTables::new(&self.rope, self.head_dim, device, positions)
+    }
+
     /// Reads the content of `config.json`, as Transformers 4 or 5 writes it.
     ///
     /// # Errors
@@ -80,13 +63,15 @@ impl ModelConfig {
     pub fn parse(config: &Value) -> Result<Self> {
         let keys = Keys::of(config)?;
         let model_type = keys.string("model_type")?.ok_or_else(|| missing("model_type"))?;
-        let family = Family::ALL.into_iter().find(|family| family.name() == model_type).ok_or_else(|| {
-            let names = Family::ALL.map(Family::name).join(", ");
-            Error::unsupported(
-                format!("the model type \"{model_type}\" is not supported"),
-                format!("Supported are {names}"),
-            )
-        })?;
+        let family = Family::find(model_type)?;
+        (family.configure)(family, &keys)
+    }
+
+    /// What most families have in common: Llama's keys, names and defaults.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::parse`].
+    pub(super) fn common(family: &'static Family, keys: &Keys, defaults: &Defaults) -> Result<Self> {
         for key in ["num_experts", "num_local_experts", "n_routed_experts"] {
             if keys.number(key)?.is_some_and(|count| count > 0) {
                 return Err(Error::unsupported(
@@ -107,10 +92,7 @@ impl ModelConfig {
         let layers = keys.positive("num_hidden_layers")?;
         let heads = keys.positive("num_attention_heads")?;
         let kv_heads = match keys.number("num_key_value_heads")? {
-            // Early llama models have as many; the other families always had fewer.
-            None if matches!(family, Family::Llama | Family::Phi3) || keys.is_null("num_key_value_heads") => {
-                heads
-            }
+            None if !defaults.kv_heads || keys.is_null("num_key_value_heads") => heads,
             None => return Err(missing("num_key_value_heads")),
             Some(_) => keys.positive("num_key_value_heads")?,
         };
@@ -122,14 +104,18 @@ impl ModelConfig {
         }
         let head_dim = match keys.number("head_dim")? {
             Some(_) => keys.positive("head_dim")?,
-            None if family == Family::Qwen3 && !keys.is_null("head_dim") => 128,
-            None if hidden_size % heads == 0 => hidden_size / heads,
-            None => {
-                return Err(wrong(
-                    "hidden_size",
-                    format!("{hidden_size} is not a multiple of the {heads} heads, and there is no head_dim"),
-                ));
-            }
+            None => match defaults.head_dim.filter(|_| !keys.is_null("head_dim")) {
+                Some(head_dim) => head_dim,
+                None if hidden_size % heads == 0 => hidden_size / heads,
+                None => {
+                    return Err(wrong(
+                        "hidden_size",
+                        format!(
+                            "{hidden_size} is not a multiple of the {heads} heads, and there is no head_dim"
+                        ),
+                    ));
+                }
+            },
         };
         if head_dim % 2 != 0 {
             return Err(wrong("head_dim", format!("{head_dim} is odd, so rotary embedding has no pairs")));
@@ -142,9 +128,15 @@ impl ModelConfig {
         if !(rms_norm_eps > 0.0 && rms_norm_eps < 1.0) {
             return Err(wrong("rms_norm_eps", format!("{rms_norm_eps} is not a small positive number")));
         }
-        let attention_bias = keys.bool("attention_bias")?.unwrap_or(false);
+        let name = |part: &str| format!("model.{part}");
         Ok(Self {
             family,
+            names: Names {
+                embedding: name("embed_tokens"),
+                blocks: name("layers"),
+                final_norm: name("norm"),
+                head: "lm_head".to_owned(),
+            },
             vocab_size: keys.positive("vocab_size")?,
             hidden_size,
             intermediate_size: keys.positive("intermediate_size")?,
@@ -153,17 +145,13 @@ impl ModelConfig {
             kv_heads,
             head_dim,
             rms_norm_eps: rms_norm_eps as f32,
-            rope: Rope::parse(&keys, max_position_embeddings)?,
-            sliding_window: sliding_windows(&keys, family, layers)?,
+            rope: vec![Rope::parse(keys, max_position_embeddings)?; layers],
+            sliding_window: vec![None; layers],
             tie_word_embeddings: keys.bool("tie_word_embeddings")?.unwrap_or(false),
-            qkv_bias: match family {
-                Family::Llama | Family::Qwen3 => attention_bias,
-                Family::Mistral | Family::Phi3 => false,
-                Family::Qwen2 => true,
-            },
-            o_bias: matches!(family, Family::Llama | Family::Qwen3) && attention_bias,
-            mlp_bias: family == Family::Llama && keys.bool("mlp_bias")?.unwrap_or(false),
-            qk_norm: family == Family::Qwen3,
+            qkv_bias: false,
+            o_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
             max_position_embeddings,
             bos_token_id: keys.token_ids("bos_token_id")?.first().copied(),
             eos_token_ids: keys.token_ids("eos_token_id")?,
@@ -171,40 +159,17 @@ impl ModelConfig {
     }
 }
 
-/// Which layers see only the last tokens, by the rules of each family's configuration class.
-fn sliding_windows(keys: &Keys, family: Family, layers: usize) -> Result<Vec<Option<usize>>> {
-    // An absent key means the class's default, null means no window.
-    let window = match keys.number("sliding_window")? {
-        Some(_) => Some(keys.positive("sliding_window")?),
-        None if keys.is_null("sliding_window") || family == Family::Phi3 => None,
-        None => Some(4096),
-    };
-    match family {
-        Family::Llama => Ok(vec![None; layers]),
-        Family::Mistral | Family::Phi3 => Ok(vec![window; layers]),
-        Family::Qwen2 | Family::Qwen3 => {
-            if !keys.bool("use_sliding_window")?.unwrap_or(false) {
-                return Ok(vec![None; layers]);
-            }
-            let Some(types) = keys.0.get("layer_types").filter(|types| !types.is_null()) else {
-                let full = keys.number("max_window_layers")?.unwrap_or(28) as usize;
-                return Ok((0..layers).map(|layer| window.filter(|_| layer >= full)).collect());
-            };
-            let types = types.as_array().filter(|types| types.len() == layers).ok_or_else(|| {
-                wrong("layer_types", format!("it is not a list of {layers} names, one for each layer"))
-            })?;
-            types
-                .iter()
-                .map(|name| match name.as_str() {
-                    Some("full_attention") => Ok(None),
-                    Some("sliding_attention") => Ok(window),
-                    _ => Err(Error::unsupported(
-                        format!("the layer type {name} is not supported"),
-                        "Supported are \"full_attention\" and \"sliding_attention\"",
-                    )),
-                })
-                .collect()
-        }
+/// What an absent key means, where families differ.
+pub(super) struct Defaults {
+    /// Whether `num_key_value_heads` must be there; else there are as many as heads.
+    pub kv_heads: bool,
+    /// `None` for hidden_size / heads.
+    pub head_dim: Option<usize>,
+}
+
+impl Default for Defaults {
+    fn default() -> Self {
+        Self { kv_heads: true, head_dim: None }
     }
 }
 
@@ -278,6 +243,32 @@ impl<'a> Keys<'a> {
         }
     }
 
+    /// `sliding_window`: an absent key means the class's default, null means no window.
+    pub fn window(&self, default: Option<usize>) -> Result<Option<usize>> {
+        match self.number("sliding_window")? {
+            Some(_) => self.positive("sliding_window").map(Some),
+            None if self.is_null("sliding_window") => Ok(None),
+            None => Ok(default),
+        }
+    }
+
+    /// Which layers have a window, as `layer_types` lists them; `None` without a list.
+    pub fn layer_types(&self, layers: usize) -> Result<Option<Vec<bool>>> {
+        let Some(types) = self.get("layer_types") else { return Ok(None) };
+        let types = types.as_array().filter(|types| types.len() == layers).ok_or_else(|| {
+            wrong("layer_types", format!("it is not a list of {layers} names, one for each layer"))
+        })?;
+        let slides = |name: &Value| match name.as_str() {
+            Some("full_attention") => Ok(false),
+            Some("sliding_attention") => Ok(true),
+            _ => Err(Error::unsupported(
+                format!("the layer type {name} is not supported"),
+                "Supported are \"full_attention\" and \"sliding_attention\"",
+            )),
+        };
+        types.iter().map(slides).collect::<Result<_>>().map(Some)
+    }
+
     /// One id or a list of them.
     fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
         let Some(value) = self.get(key) else { return Ok(vec![]) };
@@ -322,7 +313,7 @@ mod tests {
         let config = ModelConfig::parse(&llama()).unwrap();
         assert_eq!((config.kv_heads, config.head_dim), (4, 16));
         assert_eq!(config.rms_norm_eps, 1e-6);
-        assert_eq!(config.rope.theta, 10_000.0);
+        assert_eq!(config.rope[0].theta, 10_000.0);
         assert_eq!(config.sliding_window, [None, None]);
         assert!(!config.tie_word_embeddings && !config.qkv_bias && !config.qk_norm);
         let qwen3 = with(json!({"model_type": "qwen3", "num_key_value_heads": 2}));

@@ -9,13 +9,13 @@ use super::cache::KvCache;
 use super::config::ModelConfig;
 use super::ends::{Embedding, Head};
 use super::linear::Linear;
+use super::rope::RopeTables;
 use super::weights::{Weights, load_f32};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::append::{HeadNorm, append};
 use crate::kernels::attention::{self, Attention};
 use crate::kernels::input::Input;
-use crate::kernels::rope::RopeTable;
 use crate::tensor::{Elem, Tensor};
 
 /// How much a decoder keeps.
@@ -35,7 +35,7 @@ pub struct Decoder {
     embedding: Option<Embedding>,
     blocks: Vec<DecoderBlock>,
     head: Head,
-    rope: RopeTable,
+    rope: RopeTables,
     cache: KvCache,
     /// Of one token, used again for each.
     single: Buffers,
@@ -83,13 +83,18 @@ impl DecoderBlock {
         weights: &W,
         device: &Device,
     ) -> Result<Self> {
+        let spec = arch::block(config, layer);
         let mut norms = vec![];
-        for (name, shape) in arch::norms(config, layer) {
-            norms.push(load_f32(weights, &name, &shape).await?);
+        for name in spec.norms() {
+            norms.push(load_f32(weights, &arch::weight(name), &[config.hidden_size]).await?);
+        }
+        let mut head_norms = vec![];
+        for name in spec.head_norms() {
+            head_norms.extend(load_f32(weights, &arch::weight(name), &[config.head_dim]).await?);
         }
         let mut norms = norms.into_iter();
         let mut stages = vec![];
-        for stage in arch::stages(config, layer) {
+        for stage in spec.stages() {
             let mut linears = vec![];
             for spec in &stage.linears {
                 linears.push(weights.linear(spec, device).await?);
@@ -103,7 +108,6 @@ impl DecoderBlock {
             return Err(Error::Internal("a block without its parts".into()));
         };
         let vector = |values: Vec<f32>| Tensor::from_f32(device, &[values.len()], values);
-        let head_norms: Vec<f32> = norms.flatten().collect();
         Ok(Self {
             attention_norm: vector(attention_norm)?,
             qkv,
@@ -129,7 +133,7 @@ impl DecoderBlock {
         buffers: &mut Buffers,
         cache: &mut KvCache,
         layer: usize,
-        rope: &RopeTable,
+        rope: &RopeTables,
         keys_only: bool,
     ) -> Result<()> {
         let Buffers { qkv, q, mixed, gate_up } = buffers;
@@ -137,7 +141,7 @@ impl DecoderBlock {
         let normed = Input::RmsNorm { x: h, weight: &self.attention_norm, eps: self.eps };
         self.qkv.project(qkv, normed, false)?;
         let norm = self.head_norms.as_ref().map(|weights| HeadNorm { weights, eps: self.eps });
-        append(q, cache.rows(layer), qkv, rope, norm, start)?;
+        append(q, cache.rows(layer), qkv, rope.of(layer), norm, start)?;
         if keys_only {
             return Ok(());
         }
@@ -196,7 +200,7 @@ impl Decoder {
             },
             blocks,
             head: Head::load(config, weights, device).await?,
-            rope: config.rope.table(device, config.head_dim, context)?,
+            rope: config.rope_tables(device, context)?,
             cache,
             single: Buffers::new(config, device, 1)?,
             logits: Tensor::uninit(device, Elem::F32, &[1, config.vocab_size])?,

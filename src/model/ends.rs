@@ -1,6 +1,6 @@
 //! The two ends of a model: the embedding table and the language-model head.
 
-use super::arch::{EMBEDDING, FINAL_NORM, head_stage};
+use super::arch::{head_stage, weight};
 use super::config::ModelConfig;
 use super::linear::Linear;
 use super::weights::{Weights, check, load_f32, load_row_chunks};
@@ -33,7 +33,8 @@ impl Embedding {
         device: &Device,
     ) -> Result<Self> {
         let shape = [config.vocab_size, config.hidden_size];
-        Ok(Self { chunks: load_row_chunks(weights, EMBEDDING, shape, device).await?, kept: None })
+        let name = weight(&config.names.embedding);
+        Ok(Self { chunks: load_row_chunks(weights, &name, shape, device).await?, kept: None })
     }
 
     /// Only the rows of `ids`, read piece by piece: a calibration text uses a fraction of a large
@@ -48,7 +49,8 @@ impl Embedding {
         ids: impl IntoIterator<Item = u32>,
     ) -> Result<Self> {
         let (vocab, cols) = (config.vocab_size, config.hidden_size);
-        let elem = check(weights, EMBEDDING, &[vocab, cols])?;
+        let name = weight(&config.names.embedding);
+        let elem = check(weights, &name, &[vocab, cols])?;
         let row_bytes = cols * elem.bytes();
         let mut kept: Vec<u32> = ids.into_iter().collect();
         kept.sort_unstable();
@@ -64,7 +66,7 @@ impl Embedding {
             let count = rest.partition_point(|&id| (id as usize) < first + piece_rows);
             let (here, after) = rest.split_at(count);
             let last = here[count - 1] as usize;
-            let piece = weights.read_rows(EMBEDDING, first..last + 1).await?;
+            let piece = weights.read_rows(&name, first..last + 1).await?;
             for &id in here {
                 bytes.extend_from_slice(&piece[(id as usize - first) * row_bytes..][..row_bytes]);
             }
@@ -102,7 +104,7 @@ pub async fn final_norm<W: Weights + ?Sized>(
     weights: &W,
     device: &Device,
 ) -> Result<Tensor> {
-    let norm = load_f32(weights, FINAL_NORM, &[config.hidden_size]).await?;
+    let norm = load_f32(weights, &weight(&config.names.final_norm), &[config.hidden_size]).await?;
     Tensor::from_f32(device, &[config.hidden_size], norm)
 }
 
@@ -124,11 +126,18 @@ impl Head {
         device: &Device,
     ) -> Result<Self> {
         let (vocab, hidden) = (config.vocab_size, config.hidden_size);
-        let weight = match config.tie_word_embeddings {
-            true => Linear::new(load_row_chunks(weights, EMBEDDING, [vocab, hidden], device).await?, None)?,
+        let linear = match config.tie_word_embeddings {
+            true => {
+                let name = weight(&config.names.embedding);
+                Linear::new(load_row_chunks(weights, &name, [vocab, hidden], device).await?, None)?
+            }
             false => weights.linear(&head_stage(config).linears[0], device).await?,
         };
-        Ok(Self { norm: final_norm(config, weights, device).await?, eps: config.rms_norm_eps, weight })
+        Ok(Self {
+            norm: final_norm(config, weights, device).await?,
+            eps: config.rms_norm_eps,
+            weight: linear,
+        })
     }
 
     /// Logits [tokens, vocab] of the last block's output.

@@ -173,12 +173,40 @@ impl Rope {
     }
 
     /// Cosines and sines for positions below `positions`.
-    pub fn table(&self, device: &Device, head_dim: usize, positions: usize) -> Result<RopeTable> {
+    fn table(&self, device: &Device, head_dim: usize, positions: usize) -> Result<RopeTable> {
         let magnitude = match self.kind {
             RopeKind::Yarn { attention_factor, .. } => attention_factor,
             _ => 1.0,
         };
         RopeTable::new(device, &self.inv_freq(head_dim), magnitude, positions)
+    }
+}
+
+/// The tables of a model's layers, each kept once.
+pub struct RopeTables {
+    tables: Vec<RopeTable>,
+    /// Which one a layer uses.
+    of_layer: Vec<usize>,
+}
+
+impl RopeTables {
+    pub(super) fn new(ropes: &[Rope], head_dim: usize, device: &Device, positions: usize) -> Result<Self> {
+        let mut kinds: Vec<&Rope> = vec![];
+        let mut of_layer = vec![];
+        for rope in ropes {
+            let known = kinds.iter().position(|kind| *kind == rope);
+            of_layer.push(known.unwrap_or(kinds.len()));
+            if known.is_none() {
+                kinds.push(rope);
+            }
+        }
+        let tables = kinds.into_iter().map(|rope| rope.table(device, head_dim, positions));
+        Ok(Self { tables: tables.collect::<Result<_>>()?, of_layer })
+    }
+
+    /// That of block `layer`.
+    pub fn of(&self, layer: usize) -> &RopeTable {
+        &self.tables[self.of_layer[layer]]
     }
 }
 

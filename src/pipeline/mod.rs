@@ -3,12 +3,14 @@
 //! [`plan`] checks everything that can be checked before any work; [`run`] goes block by block and
 //! stage by stage; [`journal`] lets a stopped run go on; [`events`] tells what is happening.
 
+mod block;
 pub mod check;
 pub mod convert;
 pub mod corner;
 pub mod estimate;
 pub mod events;
 pub mod journal;
+mod layer;
 pub mod plan;
 pub mod report;
 pub mod run;

@@ -14,7 +14,7 @@ use crate::face;
 use crate::gptq::scheme::Scheme;
 use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::PANEL;
-use crate::model::arch::{LM_HEAD_MODULE, Stage, block_prefix, expected_tensors, head_stage, stages};
+use crate::model::arch::{Stage, block_prefix, expected_tensors, head_stage, stages, weight};
 use crate::model::{LinearSpec, ModelConfig, Stored, Weights};
 
 /// What the user may say about a run's resources.
@@ -465,7 +465,7 @@ fn layout(
         })
     };
     for layer in 0..config.layers {
-        for name in block_copies(stored, layer, assigned) {
+        for name in block_copies(stored, config, layer, assigned) {
             tensors.push(copied(&name)?);
         }
         for specs in quantized(layer) {
@@ -490,12 +490,14 @@ pub fn outside_blocks(
     config: &ModelConfig,
     assigned: &HashMap<String, Option<Assigned>>,
 ) -> Vec<String> {
-    let prefixes: Vec<String> = (0..config.layers).map(|layer| format!("{}.", block_prefix(layer))).collect();
+    let head = weight(&config.names.head);
+    let prefixes: Vec<String> =
+        (0..config.layers).map(|layer| format!("{}.", block_prefix(config, layer))).collect();
     let mut names: Vec<String> = stored
         .checkpoint
         .names()
         .filter(|name| !prefixes.iter().any(|prefix| name.starts_with(prefix)))
-        .filter(|name| !(config.tie_word_embeddings && *name == "lm_head.weight"))
+        .filter(|name| !(config.tie_word_embeddings && *name == head))
         .filter(|name| !is_quantized(name, assigned))
         .map(str::to_owned)
         .collect();
@@ -506,10 +508,11 @@ pub fn outside_blocks(
 /// Tensors of a block that are copied as they are.
 pub fn block_copies(
     stored: &Stored,
+    config: &ModelConfig,
     layer: usize,
     assigned: &HashMap<String, Option<Assigned>>,
 ) -> Vec<String> {
-    let prefix = format!("{}.", block_prefix(layer));
+    let prefix = format!("{}.", block_prefix(config, layer));
     let mut names: Vec<String> = stored
         .checkpoint
         .names()
@@ -702,7 +705,7 @@ impl Plan {
 
     /// The head's stage, if it is quantized.
     pub fn head(&self) -> Option<Stage> {
-        self.assigned(LM_HEAD_MODULE).map(|_| head_stage(&self.config))
+        self.assigned(&self.config.names.head).map(|_| head_stage(&self.config))
     }
 }
 

@@ -1,36 +1,23 @@
-//! The run itself: block by block, stage by stage.
-//!
-//! A stage is: accumulate H from the stage's inputs, quantize its linear layers, compute its outputs
-//! with the quantized weights; those are the next stage's inputs. So each stage's error is seen by
-//! the next, and every linear layer is multiplied once.
+//! The run as a whole: how it starts or goes on, what follows what, how it ends. [`super::block`] is the
+//! work on one block, [`super::layer`] that on one linear layer.
 
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use web_time::Instant;
 
-use super::corner::Corner;
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
-use super::plan::{Assigned, Plan, block_copies, group_size, linear_flops, outside_blocks, stage_flops};
-use super::report::{ModuleRow, RunReport, csv, logged};
-use super::stream::{Batch, Batches, Stream};
+use super::plan::{Plan, outside_blocks};
+use super::report::{RunReport, csv};
+use super::stream::{Batches, Flows};
 use super::unfinished::Unfinished;
-use crate::checkpoint::{
-    CONFIG, DType, Format, GptqLinear, QUANTIZE_CONFIG, Writer, config::edited_config, floats,
-    is_weights_file,
-};
+use crate::checkpoint::{CONFIG, Format, QUANTIZE_CONFIG, Writer, config::edited_config, is_weights_file};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::face;
-use crate::gptq::layer::{Losses, Prepared, prepare, quantize_rows};
-use crate::kernels::rmsnorm::rmsnorm;
-use crate::kernels::rope::RopeTable;
-use crate::kernels::symmetric::SymmetricPanels;
-use crate::model::arch::{Stage, stages};
-use crate::model::{Block, Embedding, Linear, LinearSpec, Stored, Weights, final_norm, load_f32};
+use crate::model::{Block, Embedding, Flow, RopeTables, Stored};
 use crate::storage::Sink;
-use crate::tensor::{Elem, Host, Tensor};
 use crate::text::Segments;
 
 /// The log of a finished run, in the output directory.
@@ -99,7 +86,7 @@ pub async fn run(
         done: journal.blocks_done,
         tokens: batches.tokens(),
     });
-    let rope = plan.config.rope.table(device, plan.config.head_dim, batches.longest())?;
+    let rope = plan.config.rope_tables(device, batches.longest())?;
     let mut run = Run {
         stored,
         plan,
@@ -119,44 +106,29 @@ pub async fn run(
 
 /// Seconds by step.
 #[derive(Default)]
-struct Clock {
-    seconds: BTreeMap<&'static str, f64>,
+pub(super) struct Clock {
+    pub seconds: BTreeMap<&'static str, f64>,
 }
 
 impl Clock {
-    fn add(&mut self, step: &'static str, since: Instant) {
+    pub fn add(&mut self, step: &'static str, since: Instant) {
         *self.seconds.entry(step).or_default() += since.elapsed().as_secs_f64();
     }
 }
 
-struct Run<'a> {
-    stored: &'a Stored,
-    plan: &'a Plan,
-    device: &'a Device,
-    sink: Rc<dyn Sink>,
-    batches: Batches,
-    rope: RopeTable,
-    journal: Journal,
-    clock: Clock,
+/// A run at work.
+pub(super) struct Run<'a> {
+    pub stored: &'a Stored,
+    pub plan: &'a Plan,
+    pub device: &'a Device,
+    pub sink: Rc<dyn Sink>,
+    pub batches: Batches,
+    pub rope: RopeTables,
+    pub journal: Journal,
+    pub clock: Clock,
     /// Floating-point operations behind it, for the progress bar.
-    done: f64,
-    observer: &'a mut dyn Observer,
-}
-
-/// Where a linear layer is, for rows and progress.
-#[derive(Clone, Copy)]
-struct Place {
-    layer: usize,
-    stage: &'static str,
-}
-
-/// The inputs of a stage, one micro-batch at a time.
-#[derive(Clone, Copy, PartialEq)]
-enum Input {
-    Qkv,
-    O,
-    GateUp,
-    Down,
+    pub done: f64,
+    pub observer: &'a mut dyn Observer,
 }
 
 impl Run<'_> {
@@ -169,7 +141,7 @@ impl Run<'_> {
             }
         }
         let calibrated = self.plan.scheme.needs_inputs();
-        let mut stream = Stream::new(self.device, self.plan.stream_on_device, self.batches.len());
+        let mut flows = Flows::new(self.device, self.plan.stream_on_device, self.batches.len());
         // A head that is quantized comes after the last block.
         let head = self.plan.head();
         let to_do = self.journal.blocks_done < layers || head.is_some();
@@ -178,13 +150,14 @@ impl Run<'_> {
             let embedding =
                 Embedding::load_rows(&self.plan.config, self.stored, self.device, ids.collect::<Vec<_>>())
                     .await?;
-            stream = self.batches.embed(&embedding, self.device, self.plan.stream_on_device).await?;
+            let stream = self.batches.embed(&embedding, self.device, self.plan.stream_on_device).await?;
+            flows = flows.from_stream(stream);
         }
         if calibrated && self.journal.blocks_done > 0 && to_do {
-            self.replay(&mut stream).await?;
+            self.replay(&mut flows).await?;
         }
         for layer in self.journal.blocks_done..layers {
-            self.block(layer, &mut stream, &mut writer).await?;
+            self.block(layer, &mut flows, &mut writer).await?;
             let since = Instant::now();
             writer.flush().await?;
             self.clock.add("write", since);
@@ -195,7 +168,7 @@ impl Run<'_> {
             self.observer.event(Event::BlockDone { block: layer, blocks: layers });
         }
         if let Some(stage) = head {
-            self.head(&stage, &mut stream, &mut writer).await?;
+            self.head(&stage, &mut flows, &mut writer).await?;
         }
         let mut report = self.finish(writer).await?;
         report.seconds = earlier + begun.elapsed().as_secs_f64();
@@ -204,7 +177,7 @@ impl Run<'_> {
 
     /// Applies the finished blocks, as they were written, to the text: the same weights and the same
     /// operations give the same bits as in the run that was stopped.
-    async fn replay(&mut self, stream: &mut Stream) -> Result<()> {
+    async fn replay(&mut self, flows: &mut Flows) -> Result<()> {
         let view = Unfinished::new(
             self.sink.reader().await?,
             &self.plan.layout,
@@ -218,334 +191,14 @@ impl Run<'_> {
             let block = Block::load(&self.plan.config, layer, &done, self.device).await?;
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;
-                let Some(mut h) = stream.take(batch)? else { continue };
-                block.forward(&mut h, self.batches.get(batch).seq_len, &self.rope)?;
-                stream.put(batch, h).await?;
+                let Some(flow) = flows.take(batch)? else { continue };
+                let h = block.forward(flow.h, self.batches.get(batch).seq_len, &self.rope).await?;
+                flows.put(batch, Flow::new(h)).await?;
                 self.device.settle().await?;
             }
         }
         self.done = self.plan.flops * self.journal.blocks_done as f64 / self.plan.config.layers as f64;
         Ok(())
-    }
-
-    async fn block(&mut self, layer: usize, stream: &mut Stream, writer: &mut Writer) -> Result<()> {
-        for name in block_copies(self.stored, layer, &self.plan.assigned) {
-            writer.copy(&self.stored.checkpoint, &name).await?;
-        }
-        let plan = self.plan;
-        let mut block = Block::without_linears(&self.plan.config, layer, self.stored, self.device).await?;
-        let mut between = Stream::new(self.device, self.plan.stream_on_device, self.batches.len());
-        for stage in stages(&self.plan.config, layer) {
-            let input = match stage.name {
-                "qkv" => Input::Qkv,
-                "o" => Input::O,
-                "gate_up" => Input::GateUp,
-                _ => Input::Down,
-            };
-            let calibrated = plan.scheme.needs_inputs();
-            let Some(assigned) = stage.linears.first().and_then(|spec| plan.assigned(&spec.module)) else {
-                // Asked to stay in 16 bits.
-                if calibrated && input == Input::GateUp {
-                    self.pass_attention(layer, &block, stream, &mut between).await?;
-                }
-                for spec in stage.linears {
-                    let linear = self.stored.linear(&spec, self.device).await?;
-                    block.set_linear(spec, linear);
-                }
-                continue;
-            };
-            let hessian = match calibrated {
-                true => Some(self.hessian(layer, &stage, input, &block, stream, &mut between).await?),
-                false => None,
-            };
-            let prepared = self
-                .prepare(&format!("block {layer}, stage {}", stage.name), &stage, assigned, hessian.as_ref())
-                .await?;
-            drop(hessian);
-            for spec in stage.linears {
-                let place = Place { layer, stage: stage.name };
-                if let Some(linear) = self.linear(place, &spec, assigned, &prepared, writer, true).await? {
-                    block.set_linear(spec, linear);
-                }
-            }
-        }
-        let last = layer + 1 == plan.config.layers && plan.head().is_none();
-        if plan.scheme.needs_inputs() && !last {
-            self.close_block(layer, &block, stream, &mut between).await?;
-        }
-        Ok(())
-    }
-
-    /// Adds the attention's outputs, for a stage behind it that needs no Hessian.
-    async fn pass_attention(
-        &mut self,
-        layer: usize,
-        block: &Block,
-        stream: &mut Stream,
-        between: &mut Stream,
-    ) -> Result<()> {
-        for batch in 0..self.batches.len() {
-            self.stop_point(layer).await?;
-            let seq_len = self.batches.get(batch).seq_len;
-            let Some(mut hidden) = stream.take(batch)? else { continue };
-            let since = Instant::now();
-            let mixed = match between.take(batch)? {
-                Some(mixed) => mixed,
-                None => block.attention(&block.attention_input(&hidden)?, seq_len, &self.rope)?,
-            };
-            block.add_attention(&mut hidden, &mixed)?;
-            stream.put(batch, hidden).await?;
-            self.device.settle().await?;
-            self.clock.add("forward", since);
-        }
-        Ok(())
-    }
-
-    /// Quantizes the output head, whose inputs are the last block's outputs behind the final norm.
-    async fn head(&mut self, stage: &Stage, stream: &mut Stream, writer: &mut Writer) -> Result<()> {
-        let plan = self.plan;
-        let layer = plan.config.layers;
-        let Some((spec, assigned)) =
-            stage.linears.first().and_then(|spec| plan.assigned(&spec.module).map(|of| (spec, of)))
-        else {
-            return Ok(());
-        };
-        let mut hessian = None;
-        if plan.scheme.needs_inputs() {
-            let norm = final_norm(&plan.config, self.stored, self.device).await?;
-            let h = hessian.insert(SymmetricPanels::zeros(self.device, spec.in_features)?);
-            for batch in 0..self.batches.len() {
-                self.stop_point(layer).await?;
-                let Some(hidden) = stream.take(batch)? else { continue };
-                let since = Instant::now();
-                h.accumulate(
-                    &rmsnorm(&hidden, &norm, plan.config.rms_norm_eps)?,
-                    2.0 / self.batches.tokens() as f32,
-                )?;
-                self.device.settle().await?;
-                self.clock.add("hessian", since);
-                let Batch { ids, seq_len } = self.batches.get(batch);
-                let flops = stage_flops(&plan.config, stage, ids.len(), *seq_len);
-                self.advance(layer, stage.name, flops);
-            }
-        }
-        let prepared = self.prepare("the output head", stage, assigned, hessian.as_ref()).await?;
-        drop(hessian);
-        let place = Place { layer, stage: stage.name };
-        self.linear(place, spec, assigned, &prepared, writer, false).await?;
-        Ok(())
-    }
-
-    /// Computes a stage's inputs for every micro-batch and sums up their Hessian, (2/tokens)·XᵀX.
-    async fn hessian(
-        &mut self,
-        layer: usize,
-        stage: &Stage,
-        input: Input,
-        block: &Block,
-        stream: &mut Stream,
-        between: &mut Stream,
-    ) -> Result<SymmetricPanels> {
-        let n = stage.linears.first().map_or(0, |spec| spec.in_features);
-        let mut h = SymmetricPanels::zeros(self.device, n)?;
-        let scale = 2.0 / self.batches.tokens() as f32;
-        for batch in 0..self.batches.len() {
-            self.stop_point(layer).await?;
-            let seq_len = self.batches.get(batch).seq_len;
-            let Some(mut hidden) = stream.take(batch)? else { continue };
-            let since = Instant::now();
-            let x = match input {
-                Input::Qkv => block.attention_input(&hidden)?,
-                Input::O => block.attention(&block.attention_input(&hidden)?, seq_len, &self.rope)?,
-                Input::GateUp => {
-                    let mixed = match between.take(batch)? {
-                        Some(mixed) => mixed,
-                        None => block.attention(&block.attention_input(&hidden)?, seq_len, &self.rope)?,
-                    };
-                    block.add_attention(&mut hidden, &mixed)?;
-                    block.mlp_input(&hidden)?
-                }
-                Input::Down => block.mlp_hidden(&block.mlp_input(&hidden)?)?,
-            };
-            self.clock.add("forward", since);
-            let since = Instant::now();
-            h.accumulate(&x, scale)?;
-            self.clock.add("hessian", since);
-            if matches!(input, Input::O | Input::Down) && self.plan.keep_between {
-                between.put(batch, x).await?;
-            }
-            stream.put(batch, hidden).await?;
-            self.device.settle().await?;
-            let tokens = self.batches.get(batch).ids.len();
-            self.advance(layer, stage.name, stage_flops(&self.plan.config, stage, tokens, seq_len));
-        }
-        Ok(h)
-    }
-
-    /// The block's last outputs, the next block's inputs.
-    async fn close_block(
-        &mut self,
-        layer: usize,
-        block: &Block,
-        stream: &mut Stream,
-        between: &mut Stream,
-    ) -> Result<()> {
-        for batch in 0..self.batches.len() {
-            self.stop_point(layer).await?;
-            let Some(mut hidden) = stream.take(batch)? else { continue };
-            let since = Instant::now();
-            let inner = match between.take(batch)? {
-                Some(inner) => inner,
-                None => block.mlp_hidden(&block.mlp_input(&hidden)?)?,
-            };
-            block.add_mlp(&mut hidden, &inner)?;
-            stream.put(batch, hidden).await?;
-            self.device.settle().await?;
-            self.clock.add("forward", since);
-        }
-        Ok(())
-    }
-
-    /// Orders the columns of a stage's inputs and factors their Hessian.
-    async fn prepare(
-        &mut self,
-        place: &str,
-        stage: &Stage,
-        assigned: &Assigned,
-        hessian: Option<&SymmetricPanels>,
-    ) -> Result<Prepared> {
-        let n = stage.linears.first().map_or(0, |spec| spec.in_features);
-        let since = Instant::now();
-        let scheme = &assigned.scheme;
-        let prepared = prepare(scheme, assigned.scale_type(), self.device, n, hessian, place).await?;
-        self.clock.add("factor", since);
-        if prepared.fell_back() {
-            self.warn(format!(
-                "{place}: no damping made the Hessian positive definite; rounded to nearest instead of GPTQ"
-            ));
-        } else if prepared.damp_used().is_some_and(|used| used > scheme.damp_percent) {
-            let used = prepared.damp_used().unwrap_or_default();
-            self.warn(format!("{place}: damping had to be raised from {} to {used}", scheme.damp_percent));
-        }
-        Ok(prepared)
-    }
-
-    /// Quantizes and writes one linear layer; what it is from now on, unless nobody will `use` it.
-    async fn linear(
-        &mut self,
-        place: Place,
-        spec: &LinearSpec,
-        assigned: &Assigned,
-        prepared: &Prepared,
-        writer: &mut Writer,
-        used: bool,
-    ) -> Result<Option<Linear>> {
-        let scheme = &assigned.scheme;
-        self.stop_point(place.layer).await?;
-        let since = Instant::now();
-        let (linear, quantized, loss) = self.quantize_linear(spec, assigned, prepared, used).await?;
-        let row = ModuleRow {
-            layer: place.layer,
-            module: spec.module.clone(),
-            input: spec.in_features,
-            output: spec.out_features,
-            bits: scheme.bits,
-            group: group_size(scheme),
-            tokens: self.batches.tokens(),
-            damp: prepared.damp_used(),
-            rtn_loss: loss.map(|loss| logged(loss.rtn)),
-            gptq_loss: loss.map(|loss| logged(loss.gptq)),
-            seconds: since.elapsed().as_secs_f64(),
-        };
-        self.clock.add("quantize", since);
-        let since = Instant::now();
-        if quantized.is_act_ordered(group_size(scheme))? {
-            self.journal.act_ordered.push(spec.module.clone());
-        }
-        for (name, bytes) in self.plan.output.format.tensors(&quantized, &assigned.stored(spec))? {
-            writer.write(&name, &bytes).await?;
-        }
-        self.clock.add("write", since);
-        self.observer.event(Event::Module(&row));
-        if self.observer.wants_weights() {
-            let corner = Corner::of(self.stored, spec, &quantized).await?;
-            self.observer.event(Event::Weights(&corner));
-        }
-        self.journal.modules.push(row);
-        self.advance(place.layer, place.stage, linear_flops(scheme, spec, self.batches.tokens(), true));
-        Ok(linear)
-    }
-
-    /// Quantizes one linear layer, some rows at a time.
-    async fn quantize_linear(
-        &mut self,
-        spec: &LinearSpec,
-        assigned: &Assigned,
-        prepared: &Prepared,
-        used: bool,
-    ) -> Result<(Option<Linear>, GptqLinear, Option<Losses>)> {
-        let (rows, n) = (spec.out_features, spec.in_features);
-        let name = format!("{}.weight", spec.module);
-        let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
-        let groups = assigned.scheme.groups(n);
-        let bias = match assigned.bias {
-            Some(dtype) => {
-                let name = format!("{}.bias", spec.module);
-                let values = load_f32(self.stored, &name, &[rows]).await?;
-                Some(stored_bias(values, dtype, &name)?)
-            }
-            None => None,
-        };
-        let mut result = GptqLinear {
-            n: rows,
-            k: n,
-            bits: assigned.scheme.bits,
-            codes: Vec::with_capacity(rows * n),
-            scales: vec![0.0; groups * rows],
-            zeros: vec![0; groups * rows],
-            g_idx: prepared.g_idx().to_vec(),
-            bias: bias.clone(),
-        };
-        let mut chunks = Vec::new();
-        let mut loss: Option<Losses> = None;
-        let step = (self.plan.piece_bytes / (4 * n) / 64 * 64).max(64);
-        for start in (0..rows).step_by(step) {
-            let end = rows.min(start + step);
-            let bytes = self.stored.read_rows(&name, start..end).await?;
-            let weight = Tensor::from_bytes(&Device::Cpu, elem, &[end - start, n], &bytes)?;
-            check_finite(&weight, &name, start)?;
-            let weight = match self.device {
-                Device::Cpu => weight,
-                Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &[end - start, n], &bytes)?,
-            };
-            drop(bytes);
-            let part = quantize_rows(prepared, &weight).await?;
-            result.codes.extend_from_slice(&part.codes);
-            // The file has [groups, rows].
-            for row in 0..end - start {
-                for g in 0..groups {
-                    result.scales[g * rows + start + row] = part.scales[row * groups + g];
-                    result.zeros[g * rows + start + row] = part.zeros[row * groups + g];
-                }
-            }
-            if let Some(part) = part.loss {
-                let sum = loss.get_or_insert_default();
-                sum.gptq += part.gptq;
-                sum.rtn += part.rtn;
-            }
-            if used {
-                chunks.push(part.dequantized);
-            }
-        }
-        if loss.is_some_and(|loss| !loss.gptq.is_finite()) {
-            return Err(Error::numeric(
-                &spec.module,
-                "its quantization loss is not finite",
-                "The activations overflow in 32-bit arithmetic; check the model file",
-            ));
-        }
-        let linear = if used { Some(Linear::new(chunks, bias)?) } else { None };
-        Ok((linear, result, loss))
     }
 
     async fn finish(&mut self, writer: Writer) -> Result<RunReport> {
@@ -578,19 +231,19 @@ impl Run<'_> {
         })
     }
 
-    fn warn(&mut self, text: String) {
+    pub(super) fn warn(&mut self, text: String) {
         self.observer.event(Event::Warning(text.clone()));
         self.journal.warnings.push(text);
     }
 
-    fn advance(&mut self, block: usize, stage: &'static str, flops: f64) {
+    pub(super) fn advance(&mut self, block: usize, stage: &'static str, flops: f64) {
         self.done += flops;
         let total = self.plan.flops.max(1.0);
         self.observer.event(Event::Progress { block, stage, done: self.done.min(total), total });
     }
 
     /// Where stopping loses nothing but the block at hand.
-    async fn stop_point(&mut self, layer: usize) -> Result<()> {
+    pub(super) async fn stop_point(&mut self, layer: usize) -> Result<()> {
         self.observer.pause().await;
         if !self.observer.stop_requested() {
             return Ok(());
@@ -609,44 +262,3 @@ impl Run<'_> {
         Err(Error::Interrupted { place, advice })
     }
 }
-
-/// A weight that is not a number would spoil a whole layer unnoticed.
-fn check_finite(weight: &Tensor, name: &str, first_row: usize) -> Result<()> {
-    let n = weight.cols();
-    let at = match weight.host_data()? {
-        Host::F32(v) => v.iter().position(|x| !x.is_finite()),
-        Host::F16(v) => v.iter().position(|x| !x.is_finite()),
-        Host::BF16(v) => v.iter().position(|x| !x.is_finite()),
-        Host::U32(_) | Host::U8(_) => None,
-    };
-    match at {
-        None => Ok(()),
-        Some(at) => Err(Error::numeric(
-            name,
-            format!("the weight at row {}, column {} is not a finite number", first_row + at / n, at % n),
-            DAMAGED,
-        )),
-    }
-}
-
-/// A bias as the file keeps it, and so as the run must use it: a GPTQ file in f16, any other in the
-/// model's own type.
-fn stored_bias(values: Vec<f32>, dtype: DType, name: &str) -> Result<Vec<f32>> {
-    let rounded: Vec<f32> = match dtype {
-        DType::F16 => values.iter().copied().map(floats::round_to_f16).collect(),
-        _ => values.clone(),
-    };
-    match rounded.iter().position(|x| !x.is_finite()) {
-        None => Ok(rounded),
-        Some(at) if values[at].is_finite() => Err(Error::numeric(
-            name,
-            format!("{} at row {at} is beyond what the format's 16 bits hold", values[at]),
-            format!("This model cannot be stored as GPTQ; use {}", face::AS_COMPRESSED),
-        )),
-        Some(at) => {
-            Err(Error::numeric(name, format!("the bias at row {at} is not a finite number"), DAMAGED))
-        }
-    }
-}
-
-const DAMAGED: &str = "The file is damaged; fetch the model again";

@@ -6,7 +6,7 @@
 
 use crate::device::Device;
 use crate::error::Result;
-use crate::model::Embedding;
+use crate::model::{Embedding, Flow};
 use crate::tensor::Tensor;
 
 /// Activations of one micro-batch, [sequences · seq_len, features].
@@ -47,6 +47,48 @@ impl Stream {
         } else {
             Slot::Host(tensor.to_f32().await?, tensor.shape().to_vec())
         };
+        Ok(())
+    }
+}
+
+/// The micro-batches of one model at one stage of a block. A second value may go along with it through
+/// another block: the original model's activations beside the quantized one's.
+pub struct Flows {
+    h: Stream,
+    inner: Stream,
+    sum: Stream,
+    stages: Vec<usize>,
+}
+
+impl Flows {
+    pub fn new(device: &Device, on_device: bool, batches: usize) -> Self {
+        let stream = || Stream::new(device, on_device, batches);
+        Self { h: stream(), inner: stream(), sum: stream(), stages: vec![0; batches] }
+    }
+
+    /// With this residual stream, before a block.
+    pub fn from_stream(self, h: Stream) -> Self {
+        Self { h, ..self }
+    }
+
+    /// Moves a micro-batch out, onto the device. `None` when nothing is there.
+    pub fn take(&mut self, batch: usize) -> Result<Option<Flow>> {
+        let Some(h) = self.h.take(batch)? else { return Ok(None) };
+        let (inner, sum) = (self.inner.take(batch)?, self.sum.take(batch)?);
+        Ok(Some(Flow { h, inner, sum, stage: self.stages[batch] }))
+    }
+
+    /// Puts it back where the streams live.
+    pub async fn put(&mut self, batch: usize, flow: Flow) -> Result<()> {
+        let Flow { h, inner, sum, stage } = flow;
+        self.stages[batch] = stage;
+        self.h.put(batch, h).await?;
+        if let Some(inner) = inner {
+            self.inner.put(batch, inner).await?;
+        }
+        if let Some(sum) = sum {
+            self.sum.put(batch, sum).await?;
+        }
         Ok(())
     }
 }

@@ -155,7 +155,7 @@ impl Session {
         let parameters = expected.iter().map(|(_, shape)| shape.iter().product::<usize>() as u64);
         let summary = ModelSummary {
             name: name.clone(),
-            architecture: config.family.name().to_owned(),
+            architecture: config.family.name.to_owned(),
             layers: config.layers,
             hidden: config.hidden_size,
             vocab: config.vocab_size,

@@ -126,12 +126,12 @@ pub fn logits(stored: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
 pub fn logits_on(device: &Device, stored: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
     let (config, seq_len) = (config_of(stored), rows[0].len());
     block_on(async {
-        let rope = config.rope.table(device, config.head_dim, seq_len).unwrap();
+        let rope = config.rope_tables(device, seq_len).unwrap();
         let embedding = Embedding::load(&config, stored, device).await.unwrap();
         let mut h = embedding.embed(&rows.concat()).unwrap();
         for layer in 0..config.layers {
             let block = Block::load(&config, layer, stored, device).await.unwrap();
-            block.forward(&mut h, seq_len, &rope).unwrap();
+            h = block.forward(h, seq_len, &rope).await.unwrap();
         }
         let head = Head::load(&config, stored, device).await.unwrap();
         head.logits(&h).unwrap().to_f32().await.unwrap()

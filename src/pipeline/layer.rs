@@ -1,0 +1,210 @@
+//! One linear layer of a run: its inputs' factor, its rows quantized some at a time, the result written.
+
+use web_time::Instant;
+
+use super::corner::Corner;
+use super::events::Event;
+use super::plan::{Assigned, group_size, linear_flops};
+use super::report::{ModuleRow, logged};
+use super::run::Run;
+use crate::checkpoint::{DType, GptqLinear, Writer, floats};
+use crate::device::Device;
+use crate::error::{Error, Result};
+use crate::face;
+use crate::gptq::layer::{Losses, Prepared, prepare, quantize_rows};
+use crate::kernels::symmetric::SymmetricPanels;
+use crate::model::arch::Stage;
+use crate::model::{Linear, LinearSpec, Weights, load_f32};
+use crate::tensor::{Elem, Host, Tensor};
+
+/// Where a linear layer is, for rows and progress.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub layer: usize,
+    pub stage: &'static str,
+}
+
+impl Run<'_> {
+    /// Orders the columns of a stage's inputs and factors their Hessian.
+    pub(super) async fn prepare(
+        &mut self,
+        place: &str,
+        stage: &Stage,
+        assigned: &Assigned,
+        hessian: Option<&SymmetricPanels>,
+    ) -> Result<Prepared> {
+        let n = stage.linears.first().map_or(0, |spec| spec.in_features);
+        let since = Instant::now();
+        let scheme = &assigned.scheme;
+        let prepared = prepare(scheme, assigned.scale_type(), self.device, n, hessian, place).await?;
+        self.clock.add("factor", since);
+        if prepared.fell_back() {
+            self.warn(format!(
+                "{place}: no damping made the Hessian positive definite; rounded to nearest instead of GPTQ"
+            ));
+        } else if prepared.damp_used().is_some_and(|used| used > scheme.damp_percent) {
+            let used = prepared.damp_used().unwrap_or_default();
+            self.warn(format!("{place}: damping had to be raised from {} to {used}", scheme.damp_percent));
+        }
+        Ok(prepared)
+    }
+
+    /// Quantizes and writes one linear layer; what it is from now on, unless nobody will `use` it.
+    pub(super) async fn linear(
+        &mut self,
+        place: Place,
+        spec: &LinearSpec,
+        assigned: &Assigned,
+        prepared: &Prepared,
+        writer: &mut Writer,
+        used: bool,
+    ) -> Result<Option<Linear>> {
+        let scheme = &assigned.scheme;
+        self.stop_point(place.layer).await?;
+        let since = Instant::now();
+        let (linear, quantized, loss) = self.quantize_linear(spec, assigned, prepared, used).await?;
+        let row = ModuleRow {
+            layer: place.layer,
+            module: spec.module.clone(),
+            input: spec.in_features,
+            output: spec.out_features,
+            bits: scheme.bits,
+            group: group_size(scheme),
+            tokens: self.batches.tokens(),
+            damp: prepared.damp_used(),
+            rtn_loss: loss.map(|loss| logged(loss.rtn)),
+            gptq_loss: loss.map(|loss| logged(loss.gptq)),
+            seconds: since.elapsed().as_secs_f64(),
+        };
+        self.clock.add("quantize", since);
+        let since = Instant::now();
+        if quantized.is_act_ordered(group_size(scheme))? {
+            self.journal.act_ordered.push(spec.module.clone());
+        }
+        for (name, bytes) in self.plan.output.format.tensors(&quantized, &assigned.stored(spec))? {
+            writer.write(&name, &bytes).await?;
+        }
+        self.clock.add("write", since);
+        self.observer.event(Event::Module(&row));
+        if self.observer.wants_weights() {
+            let corner = Corner::of(self.stored, spec, &quantized).await?;
+            self.observer.event(Event::Weights(&corner));
+        }
+        self.journal.modules.push(row);
+        self.advance(place.layer, place.stage, linear_flops(scheme, spec, self.batches.tokens(), true));
+        Ok(linear)
+    }
+
+    /// Quantizes one linear layer, some rows at a time.
+    async fn quantize_linear(
+        &mut self,
+        spec: &LinearSpec,
+        assigned: &Assigned,
+        prepared: &Prepared,
+        used: bool,
+    ) -> Result<(Option<Linear>, GptqLinear, Option<Losses>)> {
+        let (rows, n) = (spec.out_features, spec.in_features);
+        let name = format!("{}.weight", spec.module);
+        let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
+        let groups = assigned.scheme.groups(n);
+        let bias = match assigned.bias {
+            Some(dtype) => {
+                let name = format!("{}.bias", spec.module);
+                let values = load_f32(self.stored, &name, &[rows]).await?;
+                Some(stored_bias(values, dtype, &name)?)
+            }
+            None => None,
+        };
+        let mut result = GptqLinear {
+            n: rows,
+            k: n,
+            bits: assigned.scheme.bits,
+            codes: Vec::with_capacity(rows * n),
+            scales: vec![0.0; groups * rows],
+            zeros: vec![0; groups * rows],
+            g_idx: prepared.g_idx().to_vec(),
+            bias: bias.clone(),
+        };
+        let mut chunks = Vec::new();
+        let mut loss: Option<Losses> = None;
+        let step = (self.plan.piece_bytes / (4 * n) / 64 * 64).max(64);
+        for start in (0..rows).step_by(step) {
+            let end = rows.min(start + step);
+            let bytes = self.stored.read_rows(&name, start..end).await?;
+            let weight = Tensor::from_bytes(&Device::Cpu, elem, &[end - start, n], &bytes)?;
+            check_finite(&weight, &name, start)?;
+            let weight = match self.device {
+                Device::Cpu => weight,
+                Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &[end - start, n], &bytes)?,
+            };
+            drop(bytes);
+            let part = quantize_rows(prepared, &weight).await?;
+            result.codes.extend_from_slice(&part.codes);
+            // The file has [groups, rows].
+            for row in 0..end - start {
+                for g in 0..groups {
+                    result.scales[g * rows + start + row] = part.scales[row * groups + g];
+                    result.zeros[g * rows + start + row] = part.zeros[row * groups + g];
+                }
+            }
+            if let Some(part) = part.loss {
+                let sum = loss.get_or_insert_default();
+                sum.gptq += part.gptq;
+                sum.rtn += part.rtn;
+            }
+            if used {
+                chunks.push(part.dequantized);
+            }
+        }
+        if loss.is_some_and(|loss| !loss.gptq.is_finite()) {
+            return Err(Error::numeric(
+                &spec.module,
+                "its quantization loss is not finite",
+                "The activations overflow in 32-bit arithmetic; check the model file",
+            ));
+        }
+        let linear = if used { Some(Linear::new(chunks, bias)?) } else { None };
+        Ok((linear, result, loss))
+    }
+}
+
+/// A weight that is not a number would spoil a whole layer unnoticed.
+fn check_finite(weight: &Tensor, name: &str, first_row: usize) -> Result<()> {
+    let n = weight.cols();
+    let at = match weight.host_data()? {
+        Host::F32(v) => v.iter().position(|x| !x.is_finite()),
+        Host::F16(v) => v.iter().position(|x| !x.is_finite()),
+        Host::BF16(v) => v.iter().position(|x| !x.is_finite()),
+        Host::U32(_) | Host::U8(_) => None,
+    };
+    match at {
+        None => Ok(()),
+        Some(at) => Err(Error::numeric(
+            name,
+            format!("the weight at row {}, column {} is not a finite number", first_row + at / n, at % n),
+            DAMAGED,
+        )),
+    }
+}
+
+/// A bias as the file keeps it, and so as the run must use it: a GPTQ file in f16, any other in the
+/// model's own type.
+fn stored_bias(values: Vec<f32>, dtype: DType, name: &str) -> Result<Vec<f32>> {
+    let rounded: Vec<f32> = match dtype {
+        DType::F16 => values.iter().copied().map(floats::round_to_f16).collect(),
+        _ => values.clone(),
+    };
+    match rounded.iter().position(|x| !x.is_finite()) {
+        None => Ok(rounded),
+        Some(at) if values[at].is_finite() => Err(Error::numeric(
+            name,
+            format!("{} at row {at} is beyond what the format's 16 bits hold", values[at]),
+            format!("This model cannot be stored as GPTQ; use {}", face::AS_COMPRESSED),
+        )),
+        Some(at) => {
+            Err(Error::numeric(name, format!("the bias at row {at} is not a finite number"), DAMAGED))
+        }
+    }
+}
+
+const DAMAGED: &str = "The file is damaged; fetch the model again";
