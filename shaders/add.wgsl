@@ -1,8 +1,9 @@
-// x += y, four elements per thread.
+// x += scale * y, four elements per thread.
 //
 // Dispatch: one workgroup per 64 quads, unfolded over x and y. CPU twin: src/kernels/add.rs.
 struct Params {
     quads: u32,
+    scale: f32,
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -17,6 +18,6 @@ fn main(
 ) {
     let quad = (group.y * groups.x + group.x) * 64u + local;
     if quad < p.quads {
-        x[quad] += y[quad];
+        x[quad] += p.scale * y[quad];
     }
 }

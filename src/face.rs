@@ -33,6 +33,8 @@ pub const DESC_ACT: Words = words("--desc-act", "“Activation order”");
 pub const STATIC_GROUPS: Words = words("--static-groups", "the choice of static groups");
 pub const MSE: Words = words("--mse", "the search of scales");
 pub const DAMP_PERCENT: Words = words("--damp-percent", "“Damping”");
+pub const ALPHA: Words = words("--alpha", "“Correction”");
+pub const REFIT: Words = words("--refit", "“Refit scales”");
 pub const SAMPLES: Words = words("--samples", "“Samples”");
 pub const SEQ_LEN: Words = words("--seq-len", "“Tokens in a sample”");
 pub const MAX_MEMORY: Words = words("--max-memory", "“Memory limit”");
@@ -57,7 +59,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 23] = [
+pub const ALL: [Words; 25] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -67,6 +69,8 @@ pub const ALL: [Words; 23] = [
     STATIC_GROUPS,
     MSE,
     DAMP_PERCENT,
+    ALPHA,
+    REFIT,
     SAMPLES,
     SEQ_LEN,
     MAX_MEMORY,

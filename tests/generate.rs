@@ -343,6 +343,8 @@ fn packed_weights_generate_what_their_dequantized_weights_do() {
         static_groups: None,
         mse: None,
         damp_percent: 0.01,
+        alpha: None,
+        refit: None,
     };
     let cases = [
         ("llama", choice(Preset::Default, 4, true, true)),

@@ -5,7 +5,7 @@ mod common;
 use common::gpu;
 use halftone::device::Device;
 use halftone::gptq::exact;
-use halftone::gptq::layer::{prepare, quantize_rows};
+use halftone::gptq::layer::{Calibration, prepare, quantize_rows};
 use halftone::gptq::scheme::{Preset, Scheme};
 use halftone::kernels::scales::ScaleType;
 use halftone::kernels::symmetric::{PANEL, SymmetricPanels};
@@ -131,9 +131,10 @@ fn agrees_with_the_original_program(device: &Device) {
         let (mut codes, mut wrong_codes) = (0, 0);
         for golden in goldens() {
             let h = panels(device, &golden.hessian, golden.n);
-            let prepared = prepare(&golden.scheme, ScaleType::F32, device, golden.n, Some(&h), &golden.name)
-                .await
-                .unwrap();
+            let inputs = Calibration { hessian: h, drift: None, held: None };
+            let (scheme, n) = (&golden.scheme, golden.n);
+            let prepared =
+                prepare(scheme, ScaleType::F32, device, n, Some(inputs), &golden.name).await.unwrap();
             let weight = Tensor::from_f32(device, &[golden.rows, golden.n], golden.weight.clone()).unwrap();
             let result = quantize_rows(&prepared, &weight).await.unwrap();
             let groups = golden.scheme.groups(golden.n);

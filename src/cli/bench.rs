@@ -9,7 +9,7 @@ use super::{open, table};
 use crate::device::Device;
 use crate::error::Result;
 use crate::gptq::factor::factor;
-use crate::gptq::layer::{prepare, quantize_rows};
+use crate::gptq::layer::{Calibration, prepare, quantize_rows};
 use crate::gptq::order::Order;
 use crate::kernels::gemm::{Mat, Scaling, Target, force, gemm, variants};
 use crate::kernels::scales::ScaleType;
@@ -218,7 +218,8 @@ async fn bench_layer(args: LayerArgs) -> Result<()> {
     device.settle().await?;
     step("hessian", since);
     let since = Instant::now();
-    let prepared = prepare(&scheme, ScaleType::F16, &device, n, Some(&h), "bench").await?;
+    let inputs = Calibration { hessian: h, drift: None, held: None };
+    let prepared = prepare(&scheme, ScaleType::F16, &device, n, Some(inputs), "bench").await?;
     step("order and factor", since);
     let since = Instant::now();
     quantize_rows(&prepared, &weight).await?;

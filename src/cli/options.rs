@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use crate::checkpoint::Format;
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::error::Result;
-use crate::gptq::scheme::{Choice, Preset, Scheme};
+use crate::gptq::scheme::{Alpha, Choice, Preset, Scheme};
 use crate::pipeline::{Output, Override};
 use crate::text::SegmentOptions;
 
@@ -40,6 +40,20 @@ pub struct SchemeArgs {
     /// Damping as a share of mean(diag H)
     #[arg(long, default_value_t = 0.01, value_name = "SHARE")]
     damp_percent: f64,
+    /// Aim at the original model's outputs, not at its weights: by this share, 0 (off) to 1, or auto, by
+    /// what rows held out of the calibration text say
+    #[arg(long, value_parser = parse_alpha, value_name = "auto|SHARE")]
+    alpha: Option<Alpha>,
+    /// Fit the scales once more, to the codes, and sweep again; `=false` switches it off
+    #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
+    refit: Option<bool>,
+}
+
+fn parse_alpha(text: &str) -> Result<Alpha, String> {
+    match text {
+        "auto" => Ok(Alpha::Measured),
+        _ => text.parse().map(Alpha::Fixed).map_err(|_| "neither auto nor a number from 0 to 1".to_owned()),
+    }
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -65,6 +79,8 @@ impl SchemeArgs {
             static_groups: self.static_groups,
             mse: self.mse,
             damp_percent: self.damp_percent,
+            alpha: self.alpha,
+            refit: self.refit,
         })
     }
 }

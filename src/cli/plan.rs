@@ -179,13 +179,14 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         plan.bits_per_weight()
     );
     say!(
-        "memory on {}: about {} (text {}, between stages {}, weights {}, Hessian and factor {}, working {})",
+        "memory on {}: about {} (text {}, between stages {}, weights {}, Hessian and factor {}, original model {}, working {})",
         device.describe(),
         human_bytes(memory.total()),
         human_bytes(memory.stream),
         human_bytes(memory.between_stages),
         human_bytes(memory.weights),
         human_bytes(memory.hessian),
+        human_bytes(memory.original),
         human_bytes(memory.working)
     );
     for warning in &plan.warnings {

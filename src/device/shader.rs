@@ -30,6 +30,7 @@ const SHARED: &[(&str, &str)] = &[
     ("gemv", include_str!("../../shaders/shared/gemv.wgsl")),
     ("qcodes", include_str!("../../shaders/shared/qcodes.wgsl")),
     ("reduce", include_str!("../../shaders/shared/reduce.wgsl")),
+    ("round_scale", include_str!("../../shaders/shared/round_scale.wgsl")),
     ("unpack", include_str!("../../shaders/shared/unpack.wgsl")),
 ];
 

@@ -85,7 +85,7 @@ async fn score(
     device: &Device,
     step: &mut impl AsyncFnMut(usize) -> Result<()>,
 ) -> Result<Vec<(f64, usize)>> {
-    let batches = Batches::new(rows, BATCH_TOKENS);
+    let batches = Batches::new(rows, BATCH_TOKENS, false);
     let mut pass = Pass::begin(stored, config, &batches, device).await?;
     for layer in 0..config.layers {
         pass.block(layer, &mut async || step(layer).await).await?;

@@ -75,7 +75,7 @@ async fn score(
     step: &mut impl AsyncFnMut(usize) -> Result<()>,
 ) -> Result<()> {
     let ids: Vec<Vec<u32>> = rows.iter().map(|row| row.ids.to_vec()).collect();
-    let batches = Batches::new(&ids, BATCH_TOKENS);
+    let batches = Batches::new(&ids, BATCH_TOKENS, false);
     let mut passes = Vec::with_capacity(models.len());
     for (model, config) in models.iter().zip(configs) {
         passes.push(Pass::begin(model, config, &batches, device).await?);

@@ -4,18 +4,25 @@
 //! columns and one factor: [`Prepared`]. Rows of a weight do not influence each other, so a weight
 //! of any size goes through [`quantize_rows`] in pieces.
 
+use serde::{Deserialize, Serialize};
+
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::gptq::correction::Correction;
+use crate::gptq::drift::Drift;
 use crate::gptq::factor::{Factor, FactorBlock, factor};
+use crate::gptq::held::Held;
 use crate::gptq::order::Order;
-use crate::gptq::scheme::Scheme;
+use crate::gptq::scheme::{Alpha, Scheme};
+use crate::kernels::add::add_scaled;
 use crate::kernels::columns::{ZERO_COLUMN, gather};
 use crate::kernels::dequant::dequantize;
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
 use crate::kernels::norm::add_squares;
+use crate::kernels::refit;
 use crate::kernels::scales::{self, Columns, Fit, Grid, GridKind, ScaleType};
 use crate::kernels::sweep::{Block, sweep};
-use crate::kernels::symmetric::SymmetricPanels;
+use crate::kernels::symmetric::{PANEL, SymmetricPanels, reordered};
 use crate::tensor::{Elem, Tensor};
 
 /// What the linear layers of one stage share.
@@ -42,6 +49,21 @@ pub struct Prepared {
     /// Group of each natural column.
     g_idx: Vec<u32>,
     group_of: Tensor,
+    /// The same for plain rounding, whose groups are natural.
+    rtn_group_of: Tensor,
+    correction: Option<Correction>,
+    /// For a refit.
+    hessian: Option<SymmetricPanels>,
+    held: Option<Held>,
+}
+
+/// What the calibration text says about a stage's inputs.
+pub struct Calibration {
+    /// (2/tokens)·XᵀX.
+    pub hessian: SymmetricPanels,
+    /// For a scheme with an [`Alpha`].
+    pub drift: Option<Drift>,
+    pub held: Option<Held>,
 }
 
 impl Prepared {
@@ -55,6 +77,12 @@ impl Prepared {
         self.scheme.needs_inputs() && self.factor.is_none()
     }
 
+    /// All columns of `w` [rows, n], natural order, for a fit of scales.
+    fn whole<'a>(&'a self, w: &'a Tensor) -> Columns<'a> {
+        let group = self.scheme.group_len(self.n);
+        Columns { w, importance: &self.importance, c0: 0, cols: self.n, group, first: 0 }
+    }
+
     /// Group of each input column, natural order.
     pub fn g_idx(&self) -> &[u32] {
         &self.g_idx
@@ -63,8 +91,8 @@ impl Prepared {
 
 /// Orders the columns and factors the Hessian.
 ///
-/// `h` is (2/tokens)·XᵀX; `None` only for a scheme that needs no inputs, `n` then tells the columns.
-/// `place` names the stage in messages.
+/// `inputs` is `None` only for a scheme that needs none, `n` then tells the columns. `place` names the stage
+/// in messages.
 ///
 /// # Errors
 /// [`Error::Numeric`] when activations were not finite.
@@ -73,10 +101,14 @@ pub async fn prepare(
     scale_type: ScaleType,
     device: &Device,
     n: usize,
-    h: Option<&SymmetricPanels>,
+    inputs: Option<Calibration>,
     place: &str,
 ) -> Result<Prepared> {
-    let mut diagonal = match h {
+    let (h, drift, held) = match inputs {
+        Some(inputs) => (Some(inputs.hessian), inputs.drift, inputs.held),
+        None => (None, None, None),
+    };
+    let mut diagonal = match &h {
         Some(h) => h.diagonal().await?,
         None => vec![1.0; n],
     };
@@ -92,8 +124,12 @@ pub async fn prepare(
         *d = 1.0;
     }
     let order = if scheme.desc_act { Order::descending(&diagonal) } else { Order::natural(n) };
-    let factor = match h {
+    let factor = match &h {
         Some(h) if scheme.needs_inputs() => factor(h, &order, &diagonal, scheme.damp_percent).await?,
+        _ => None,
+    };
+    let correction = match (&h, drift) {
+        (Some(h), Some(drift)) if factor.is_some() => Correction::new(h, &diagonal, drift).await?,
         _ => None,
     };
     let group = scheme.group_len(n);
@@ -120,9 +156,13 @@ pub async fn prepare(
         columns: table(&|c| g_idx[c as usize])?,
         rtn_columns: table(&|c| c / group as u32)?,
         group_of: Tensor::from_u32(device, &[n], g_idx.clone())?,
+        rtn_group_of: Tensor::from_u32(device, &[n], (0..n as u32).map(|c| c / group as u32).collect())?,
         importance: Tensor::from_f32(device, &[n], diagonal)?,
         scheme: scheme.clone(),
         n,
+        held: held.filter(|_| factor.is_some()),
+        hessian: h.filter(|_| scheme.refit && factor.is_some()),
+        correction,
         factor,
         follows_order,
         g_idx,
@@ -139,16 +179,73 @@ pub struct QuantizedRows {
     pub zeros: Vec<u8>,
     /// ŵ, f32 [rows, n], on the device.
     pub dequantized: Tensor,
-    /// tr(E·H·Eᵀ) of these rows, and of the same rows rounded to nearest on min-max grids; `None`
-    /// without a factor.
+    /// `None` without a factor.
     pub loss: Option<Losses>,
 }
 
 /// What rounding costs: tr(E·H·Eᵀ) with H = (2/tokens)·XᵀX, undamped.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Losses {
+    /// E against what the sweep aimed at.
     pub gptq: f64,
+    /// Rounded to nearest on min-max grids.
     pub rtn: f64,
+    pub held: Option<HeldLosses>,
+}
+
+/// What is lost on held-out rows against the outputs of the original layer; see [`Held::loss`].
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct HeldLosses {
+    pub rtn: f64,
+    /// A sweep without a correction and without a refit.
+    pub plain: f64,
+    /// Of what was kept.
+    pub kept: f64,
+    /// By which share of the correction the weights were moved, times the number of rows.
+    pub alpha: f64,
+    pub choice: Choice,
+}
+
+/// What was kept of several candidates, from the most that was done to the least.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Choice {
+    /// With the correction and the refit that were asked for.
+    #[default]
+    Full,
+    /// Without the refit.
+    Swept,
+    /// Without the correction.
+    Plain,
+    /// Rounded to nearest.
+    Rtn,
+}
+
+impl Losses {
+    /// Takes in those of other rows of the same weight.
+    pub fn add(&mut self, other: Self) {
+        self.gptq += other.gptq;
+        self.rtn += other.rtn;
+        self.held = match (self.held, other.held) {
+            (Some(a), Some(b)) => Some(HeldLosses {
+                rtn: a.rtn + b.rtn,
+                plain: a.plain + b.plain,
+                kept: a.kept + b.kept,
+                alpha: a.alpha + b.alpha,
+                choice: a.choice.max(b.choice),
+            }),
+            (a, b) => a.or(b),
+        };
+    }
+}
+
+/// One way to round some rows.
+struct Rounded {
+    codes: Tensor,
+    grid: Grid,
+    dequantized: Tensor,
+    /// tr(E·H·Eᵀ); 0 without a factor.
+    loss: f64,
 }
 
 /// Quantizes `weight` [rows, n], some rows of a linear layer as stored (f32, f16 or bf16).
@@ -156,48 +253,174 @@ pub struct Losses {
 /// # Errors
 /// Those of the device.
 pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<QuantizedRows> {
-    let device = weight.device().clone();
-    let (rows, n) = (weight.rows(), prepared.n);
-    if weight.cols() != n {
-        return Err(Error::Internal(format!("a weight {:?} for {n} inputs", weight.shape())));
+    if weight.cols() != prepared.n {
+        return Err(Error::Internal(format!("a weight {:?} for {} inputs", weight.shape(), prepared.n)));
     }
-    let natural = gather(weight, &prepared.natural)?;
-    let mut grid = Grid::new(&device, rows, prepared.scheme.groups(n))?;
-    let whole = Columns {
-        w: &natural,
-        importance: &prepared.importance,
-        c0: 0,
-        cols: n,
-        group: prepared.scheme.group_len(n),
-        first: 0,
+    let Some(factor) = &prepared.factor else {
+        let target = gather(weight, &prepared.natural)?;
+        return finished(swept(prepared, &target, None).await?, None).await;
     };
-    if !prepared.follows_order {
-        scales::fit(prepared.kind, whole, &mut grid)?;
-    }
-    let mut codes = Tensor::zeros(&device, Elem::U8, &[rows, n])?;
-    let mut loss = Tensor::zeros(&device, Elem::F32, &[rows])?;
-    let mut w = gather(weight, &prepared.permuted)?;
-    match &prepared.factor {
-        Some(factor) => compensate(prepared, factor, &mut w, &mut grid, &mut codes, &mut loss)?,
-        None => round(prepared.kind, &prepared.columns, &mut w, &grid, &mut codes, &mut loss)?,
-    }
-    let dequantized = dequantize(&codes, &grid, &prepared.group_of)?;
-    let loss = match &prepared.factor {
+    let rtn = rounded(prepared, factor, weight).await?;
+    let judge = match &prepared.held {
+        Some(held) => Some(Judge { held, wanted: held.wanted(weight)? }),
         None => None,
-        Some(factor) => {
-            let gptq = undamped(factor, &loss, &w).await?;
-            drop(w);
-            let rtn = rtn_loss(prepared, factor, weight, whole).await?;
-            Some(Losses { gptq, rtn })
+    };
+    let mut target = gather(weight, &prepared.natural)?;
+    let alpha = match &prepared.correction {
+        Some(correction) => {
+            let z = correction.of(&target)?;
+            let alpha = match (prepared.scheme.alpha, &judge) {
+                (Alpha::Fixed(alpha), _) => alpha,
+                (Alpha::Measured, Some(judge)) => judge.held.best_share(&judge.wanted, &target, &z).await?,
+                (Alpha::Measured, None) => 0.0,
+            };
+            add_scaled(&mut target, &z, alpha as f32)?;
+            alpha
+        }
+        None => 0.0,
+    };
+    let mut kept = swept(prepared, &target, None).await?;
+    let mut losses = Losses { gptq: kept.loss, rtn: rtn.loss, held: None };
+    let refitted = match &prepared.hessian {
+        Some(hessian) => {
+            let grid = refit(prepared, factor, hessian, &target, &kept).await?;
+            Some(swept(prepared, &target, Some(grid)).await?)
+        }
+        None => None,
+    };
+    let Some(judge) = judge else {
+        // The sums that a sweep minimizes have to do.
+        if let Some(refitted) = refitted.filter(|refitted| refitted.loss < kept.loss) {
+            losses.gptq = refitted.loss;
+            kept = refitted;
+        }
+        return finished(kept, Some(losses)).await;
+    };
+    let mut held = HeldLosses { kept: judge.loss(&kept).await?, ..HeldLosses::default() };
+    held.alpha = alpha * weight.rows() as f64;
+    held.choice = Choice::Swept;
+    held.rtn = judge.loss(&rtn).await?;
+    held.plain = held.kept;
+    let take = |candidate: Rounded, loss: f64, choice, kept: &mut Rounded, held: &mut HeldLosses| {
+        if loss < held.kept {
+            (held.kept, held.choice, *kept) = (loss, choice, candidate);
         }
     };
+    if let Some(refitted) = refitted {
+        let loss = judge.loss(&refitted).await?;
+        take(refitted, loss, Choice::Full, &mut kept, &mut held);
+    }
+    if alpha > 0.0 {
+        let plain = swept(prepared, &gather(weight, &prepared.natural)?, None).await?;
+        held.plain = judge.loss(&plain).await?;
+        take(plain, held.plain, Choice::Plain, &mut kept, &mut held);
+    }
+    // Rounding has its groups in natural order.
+    if !prepared.scheme.needs_g_idx() {
+        take(rtn, held.rtn, Choice::Rtn, &mut kept, &mut held);
+    }
+    losses.gptq = kept.loss;
+    losses.held = Some(held);
+    finished(kept, Some(losses)).await
+}
+
+/// Held-out rows, and what the original weight makes of them.
+struct Judge<'a> {
+    held: &'a Held,
+    wanted: Tensor,
+}
+
+impl Judge<'_> {
+    async fn loss(&self, rounded: &Rounded) -> Result<f64> {
+        self.held.loss(&self.wanted, &rounded.dequantized).await
+    }
+}
+
+async fn finished(rounded: Rounded, loss: Option<Losses>) -> Result<QuantizedRows> {
     Ok(QuantizedRows {
-        codes: codes.to_bytes().await?,
-        scales: grid.scales.to_f32().await?,
-        zeros: grid.zeros.to_f32().await?.iter().map(|&z| z as u8).collect(),
-        dequantized,
+        codes: rounded.codes.to_bytes().await?,
+        scales: rounded.grid.scales.to_f32().await?,
+        zeros: rounded.grid.zeros.to_f32().await?.iter().map(|&z| z as u8).collect(),
+        dequantized: rounded.dequantized,
         loss,
     })
+}
+
+/// Rounds `target` f32 [rows, n], natural columns, spreading errors where there is a factor; on `grid`, or
+/// on one fitted here.
+async fn swept(prepared: &Prepared, target: &Tensor, grid: Option<Grid>) -> Result<Rounded> {
+    let (device, rows, n) = (target.device().clone(), target.rows(), prepared.n);
+    let fixed = grid.is_some();
+    let mut grid = match grid {
+        Some(grid) => grid,
+        None => Grid::new(&device, rows, prepared.scheme.groups(n))?,
+    };
+    if !fixed && !prepared.follows_order {
+        scales::fit(prepared.kind, prepared.whole(target), &mut grid)?;
+    }
+    let mut codes = Tensor::zeros(&device, Elem::U8, &[rows, n])?;
+    let mut sums = Tensor::zeros(&device, Elem::F32, &[rows])?;
+    let mut w = gather(target, &prepared.permuted)?;
+    let loss = match &prepared.factor {
+        Some(factor) => {
+            compensate(prepared, factor, &mut w, &mut grid, &mut codes, &mut sums)?;
+            undamped(factor, &sums, &w).await?
+        }
+        None => {
+            round(prepared.kind, &prepared.columns, &mut w, &grid, &mut codes, &mut sums)?;
+            0.0
+        }
+    };
+    drop(w);
+    let dequantized = dequantize(&codes, &grid, &prepared.group_of)?;
+    Ok(Rounded { codes, grid, dequantized, loss })
+}
+
+/// Scales fitted to the codes of `from`, so that ‖(target − Ŵ)·L‖² is least; a pass over the groups.
+async fn refit(
+    prepared: &Prepared,
+    factor: &Factor,
+    h: &SymmetricPanels,
+    target: &Tensor,
+    from: &Rounded,
+) -> Result<Grid> {
+    let device = target.device();
+    let (n, group) = (prepared.n, prepared.scheme.group_len(prepared.n));
+    let mut ones = Grid::new(device, target.rows(), from.grid.groups())?;
+    let count = ones.scales.len();
+    ones.scales = Tensor::from_f32(device, ones.scales.shape(), vec![1.0; count])?;
+    ones.zeros = Tensor::from_f32(device, ones.zeros.shape(), from.grid.zeros.to_f32().await?)?;
+    let units = dequantize(&from.codes, &ones, &prepared.group_of)?;
+    let mut errors = gather(target, &prepared.natural)?;
+    add_scaled(&mut errors, &from.dequantized, -1.0)?;
+    let mut scales = Tensor::from_f32(device, ones.scales.shape(), from.grid.scales.to_f32().await?)?;
+    let order = Tensor::from_u32(device, &[n], (0..n as u32).collect())?;
+    let damped = factor.diagonal.iter().map(|&d| d + factor.lambda).collect();
+    let damped = Tensor::from_f32(device, &[n], damped)?;
+    let rows = target.rows();
+    for (index, c0) in (0..n).step_by(group).enumerate() {
+        let width = group.min(n - c0);
+        // Rows c0.. of these columns; what is above them lies across in the panels before.
+        let below = reordered(h, &order, &damped, c0, c0 + width)?;
+        let mut pull = Tensor::uninit(device, Elem::F32, &[rows, width])?;
+        let right = Mat::of(&errors).part(0, c0, rows, n - c0);
+        gemm(Target::of(&mut pull), right, Mat::of(&below), Scaling::SET, None)?;
+        for (p, panel) in h.panels.iter().enumerate() {
+            let first = p * PANEL;
+            let columns = panel.cols().min(c0.saturating_sub(first));
+            if columns > 0 {
+                let left = Mat::of(&errors).part(0, first, rows, columns);
+                let across = Mat::of(panel).part(c0 - first, 0, width, columns).t();
+                gemm(Target::of(&mut pull), left, across, Scaling::ADD, None)?;
+            }
+        }
+        let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
+        let own = Mat::of(&units).part(0, c0, rows, width);
+        gemm(Target::of(&mut push), own, Mat::of(&below).part(0, 0, width, width), Scaling::SET, None)?;
+        let group = refit::Group { pull: &pull, push: &push, units: &units, c0, index };
+        refit::refit(group, prepared.kind.scale_type, &mut scales, &mut errors)?;
+    }
+    Ok(Grid { scales, zeros: ones.zeros })
 }
 
 /// The GPTQ loop over blocks, from the last positions to the first. Leaves E in `w`.
@@ -333,15 +556,17 @@ async fn undamped(factor: &Factor, damped: &Tensor, e: &Tensor) -> Result<f64> {
     Ok(total.max(0.0))
 }
 
-/// The loss of rounding the same weights to nearest on min-max grids of the same kind:
+/// The same weights rounded to nearest on min-max grids of the same kind, and what that loses:
 /// tr(D(H+λI)Dᵀ) = ‖D·L‖², block column by block column.
-async fn rtn_loss(prepared: &Prepared, factor: &Factor, weight: &Tensor, whole: Columns<'_>) -> Result<f64> {
+async fn rounded(prepared: &Prepared, factor: &Factor, weight: &Tensor) -> Result<Rounded> {
     let (rows, n, device) = (weight.rows(), prepared.n, weight.device());
     let kind = GridKind { fit: Fit::MinMax, ..prepared.kind };
     let mut grid = Grid::new(device, rows, prepared.scheme.groups(n))?;
-    scales::fit(kind, whole, &mut grid)?;
+    let natural = gather(weight, &prepared.natural)?;
+    scales::fit(kind, prepared.whole(&natural), &mut grid)?;
+    drop(natural);
     let mut d = gather(weight, &prepared.permuted)?;
-    let mut codes = Tensor::uninit(device, Elem::U8, &[rows, n])?;
+    let mut codes = Tensor::zeros(device, Elem::U8, &[rows, n])?;
     let mut sums = Tensor::zeros(device, Elem::F32, &[rows])?;
     round(kind, &prepared.rtn_columns, &mut d, &grid, &mut codes, &mut sums)?;
     for block in &factor.blocks {
@@ -355,5 +580,8 @@ async fn rtn_loss(prepared: &Prepared, factor: &Factor, weight: &Tensor, whole: 
         }
         add_squares(&product, &mut sums)?;
     }
-    undamped(factor, &sums, &d).await
+    let loss = undamped(factor, &sums, &d).await?;
+    drop(d);
+    let dequantized = dequantize(&codes, &grid, &prepared.rtn_group_of)?;
+    Ok(Rounded { codes, grid, dequantized, loss })
 }

@@ -28,10 +28,14 @@
 //!
 //! # Files
 //! `scheme` what is asked for; `order` in which columns are taken; `factor` L in blocks;
-//! `layer` the whole of it for one stage of a model; `exact` the same in plain f64, to read first.
+//! `drift` and `correction` move weights towards the original model's outputs before they are rounded;
+//! `held` judges the candidates; `layer` the whole of it for one stage of a model; `exact` the same in plain f64, to read first.
 
+pub mod correction;
+pub mod drift;
 pub mod exact;
 pub mod factor;
+pub mod held;
 pub mod layer;
 pub mod order;
 pub mod scheme;

@@ -18,6 +18,17 @@ pub enum Preset {
     Rtn,
 }
 
+/// How far weights are moved before they are rounded, so that a layer makes of the quantized model's
+/// activations what the original makes of its own; see [`crate::gptq::correction`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Alpha {
+    /// By this share, 0 to 1.
+    Fixed(f64),
+    /// By the share that serves the held-out rows best.
+    Measured,
+}
+
 /// How one linear layer is quantized.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Scheme {
@@ -37,6 +48,12 @@ pub struct Scheme {
     pub mse: bool,
     /// λ as a share of mean(diag H).
     pub damp_percent: f64,
+    /// Aim at the outputs of the original model.
+    pub alpha: Alpha,
+    /// After the sweep fit the scales once more, to the codes, and sweep again.
+    pub refit: bool,
+    /// Judge by held-out rows: what rounding or a plain sweep does better is left to them.
+    pub judged: bool,
 }
 
 /// What a person may choose of a [`Scheme`].
@@ -50,6 +67,8 @@ pub struct Choice {
     pub static_groups: Option<bool>,
     pub mse: Option<bool>,
     pub damp_percent: f64,
+    pub alpha: Option<Alpha>,
+    pub refit: Option<bool>,
 }
 
 /// The bit widths that the file formats know.
@@ -66,9 +85,12 @@ impl Scheme {
             static_groups: false,
             mse: false,
             damp_percent: 0.01,
+            alpha: Alpha::Fixed(0.0),
+            refit: false,
+            judged: false,
         };
         match preset {
-            Preset::Default => Self { desc_act: true, static_groups: true, mse: true, ..plain },
+            Preset::Default => Self { desc_act: true, static_groups: true, mse: true, judged: true, ..plain },
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
         }
@@ -88,6 +110,8 @@ impl Scheme {
             static_groups: choice.static_groups.unwrap_or(base.static_groups),
             mse: choice.mse.unwrap_or(base.mse),
             damp_percent: choice.damp_percent,
+            alpha: choice.alpha.unwrap_or(base.alpha),
+            refit: choice.refit.unwrap_or(base.refit),
             ..base
         };
         scheme.check()?;
@@ -133,6 +157,26 @@ impl Scheme {
                 "Use a number above 0 and at most 1; 0.01 is usual",
             ));
         }
+        if let Alpha::Fixed(alpha) = self.alpha
+            && !(0.0..=1.0).contains(&alpha)
+        {
+            return Err(Error::options(
+                format!("{} {alpha} is out of range", face::ALPHA),
+                "Use a number from 0 (off) to 1",
+            ));
+        }
+        if !self.needs_inputs() && (self.needs_original() || self.refit) {
+            return Err(Error::options(
+                format!("{} rtn looks at no activations", face::PRESET),
+                format!("Leave out {} and {}", face::ALPHA, face::REFIT),
+            ));
+        }
+        if self.refit && !self.static_groups && self.group_size.is_some() {
+            return Err(Error::options(
+                format!("{} fits the scales of static groups", face::REFIT),
+                format!("Leave it out, or add {}", face::STATIC_GROUPS),
+            ));
+        }
         if self.preset == Preset::Rtn && (self.desc_act || !self.static_groups) {
             return Err(Error::options(
                 format!("{} rtn takes no order of columns and has static groups only", face::PRESET),
@@ -150,6 +194,16 @@ impl Scheme {
     /// Whether calibration text is needed at all.
     pub fn needs_inputs(&self) -> bool {
         self.preset != Preset::Rtn
+    }
+
+    /// Whether the original model's activations are needed beside the quantized one's.
+    pub fn needs_original(&self) -> bool {
+        self.alpha != Alpha::Fixed(0.0)
+    }
+
+    /// Whether some calibration rows are kept from the Hessian to judge by.
+    pub fn needs_held(&self) -> bool {
+        self.judged && (self.needs_original() || self.refit)
     }
 
     /// Groups of a row of `n` columns.

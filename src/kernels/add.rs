@@ -1,4 +1,4 @@
-//! Residual addition: x += y.
+//! Addition: x += y, the residual's, and x += scale·y.
 
 use super::parallel::for_chunks;
 use super::simd::multiversion;
@@ -14,6 +14,14 @@ const PIECE: usize = 1 << 14;
 /// # Errors
 /// [`Error::Internal`] when the shapes differ.
 pub fn add_assign(x: &mut Tensor, y: &Tensor) -> Result<()> {
+    add_scaled(x, y, 1.0)
+}
+
+/// x += scale·y, element by element; both f32 of one shape.
+///
+/// # Errors
+/// [`Error::Internal`] when the shapes differ.
+pub fn add_scaled(x: &mut Tensor, y: &Tensor, scale: f32) -> Result<()> {
     if x.len() != y.len() || !x.device().same(y.device()) {
         return Err(Error::Internal(format!("add: {:?} and {:?}", x.shape(), y.shape())));
     }
@@ -22,18 +30,18 @@ pub fn add_assign(x: &mut Tensor, y: &Tensor) -> Result<()> {
             let y = y.f32s()?;
             for_chunks(x.f32s_mut()?, PIECE, |piece, x| {
                 let start = piece * PIECE;
-                add(x, &y[start..start + x.len()]);
+                add(x, &y[start..start + x.len()], scale);
             });
             Ok(())
         }
-        Device::Gpu(gpu) => gpu::add_assign(&gpu.clone(), x, y),
+        Device::Gpu(gpu) => gpu::add(&gpu.clone(), x, y, scale),
     }
 }
 
 multiversion! {
-    fn add(x: &mut [f32], y: &[f32]) {
+    fn add(x: &mut [f32], y: &[f32], scale: f32) {
         for (x, y) in x.iter_mut().zip(y) {
-            *x += y;
+            *x += scale * y;
         }
     }
 }
@@ -46,6 +54,13 @@ mod gpu {
     use crate::kernels::cut::GROUP;
     use crate::kernels::registry::Registered;
 
+    #[repr(C)]
+    #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+    struct Params {
+        quads: u32,
+        scale: f32,
+    }
+
     const ADD: Kernel = Kernel {
         name: "add",
         source: include_str!("../../shaders/add.wgsl"),
@@ -53,16 +68,16 @@ mod gpu {
     };
 
     /// For [`crate::kernels::registry`].
-    pub const KERNELS: &[Registered] = &[(&ADD, size_of::<u32>())];
+    pub const KERNELS: &[Registered] = &[(&ADD, size_of::<Params>())];
 
-    pub fn add_assign(gpu: &Gpu, x: &Tensor, y: &Tensor) -> Result<()> {
+    pub fn add(gpu: &Gpu, x: &Tensor, y: &Tensor, scale: f32) -> Result<()> {
         // The last quad may reach into the padding that every buffer has.
         let quads = x.len().div_ceil(4);
         gpu.dispatch(
             &ADD,
             &[],
             &[y.gpu()?, x.gpu()?],
-            bytemuck::bytes_of(&(quads as u32)),
+            bytemuck::bytes_of(&Params { quads: quads as u32, scale }),
             gpu.unfold(quads.div_ceil(GROUP)),
             x.len() as f64,
         )
@@ -74,10 +89,10 @@ mod tests {
     use super::*;
     use crate::kernels::testing::{noise, test_gpu};
 
-    fn run(device: &Device, len: usize) -> Vec<f32> {
+    fn run(device: &Device, len: usize, scale: f32) -> Vec<f32> {
         let mut x = Tensor::from_f32(device, &[len], noise(len, 1)).unwrap();
         let y = Tensor::from_f32(device, &[len], noise(len, 2)).unwrap();
-        add_assign(&mut x, &y).unwrap();
+        add_scaled(&mut x, &y, scale).unwrap();
         pollster::block_on(x.to_f32()).unwrap()
     }
 
@@ -85,9 +100,13 @@ mod tests {
     fn both_devices_add_to_the_last_element() {
         let devices = [Some(Device::Cpu), test_gpu()];
         for len in [1, 5, 64, 20_003] {
-            let want: Vec<f32> = noise(len, 1).iter().zip(noise(len, 2)).map(|(x, y)| x + y).collect();
-            for device in devices.iter().flatten() {
-                assert_eq!(run(device, len), want);
+            // Powers of two are exact however a device adds.
+            for scale in [1.0, -0.5] {
+                let pairs = noise(len, 1).into_iter().zip(noise(len, 2));
+                let want: Vec<f32> = pairs.map(|(x, y)| x + scale * y).collect();
+                for device in devices.iter().flatten() {
+                    assert_eq!(run(device, len, scale), want);
+                }
             }
         }
     }

@@ -24,6 +24,7 @@ mod parallel;
 pub mod peak;
 pub mod penalize;
 pub mod qmatmul;
+pub mod refit;
 pub mod registry;
 pub mod rmsnorm;
 pub mod rope;

@@ -8,7 +8,7 @@ use super::{
     add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant, divergence,
     embedding, gemm, gemv,
 };
-use super::{norm, peak, penalize, qmatmul, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
+use super::{norm, peak, penalize, qmatmul, refit, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -34,6 +34,7 @@ pub fn registry() -> Vec<Registered> {
         peak::KERNELS,
         penalize::KERNELS,
         qmatmul::KERNELS,
+        refit::KERNELS,
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,

@@ -31,6 +31,17 @@ pub enum ScaleType {
     F32,
 }
 
+impl ScaleType {
+    /// The override STORED of shaders/shared/round_scale.wgsl.
+    pub(super) fn shader_constant(self) -> f64 {
+        match self {
+            Self::F32 => 0.0,
+            Self::F16 => 1.0,
+            Self::BF16 => 2.0,
+        }
+    }
+}
+
 /// The kind of grid.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GridKind {
@@ -154,7 +165,7 @@ fn search(kind: GridKind, w: &[f32], importance: &[f32], low: f32, high: f32) ->
     let (first, count) = if kind.fit == Fit::Mse { (1.0, SIZES - 1) } else { (1.05, SIZES) };
     let sizes: [f32; SIZES] = std::array::from_fn(|step| first - step as f32 / 100.0);
     let mut scales = sizes.map(|size| unrounded_scale(kind, low, high, size));
-    round_scales(kind, &mut scales);
+    round_scales(kind.scale_type, &mut scales);
     let grids: [_; SIZES] = std::array::from_fn(|c| with_zero(kind, low, high, sizes[c], scales[c]));
     let mut candidates = Candidates {
         scale: grids.map(|(scale, _)| scale),
@@ -244,7 +255,7 @@ fn power(x: f32) -> f32 {
 /// the GPTQ v1 format stores zero − 1 and readers disagree about 0.
 fn min_max(kind: GridKind, low: f32, high: f32, size: f32) -> (f32, f32) {
     let mut scale = [unrounded_scale(kind, low, high, size)];
-    round_scales(kind, &mut scale);
+    round_scales(kind.scale_type, &mut scale);
     with_zero(kind, low, high, size, scale[0])
 }
 
@@ -266,13 +277,13 @@ fn with_zero(kind: GridKind, low: f32, high: f32, size: f32, scale: f32) -> (f32
         return (scale, zero.min(kind.maxq()));
     }
     let mut scale = [high * size / (kind.maxq() - 1.0)];
-    round_scales(kind, &mut scale);
+    round_scales(kind.scale_type, &mut scale);
     (scale[0], 1.0)
 }
 
-/// Rounds to what the file stores, never to 0.
-fn round_scales(kind: GridKind, scales: &mut [f32]) {
-    match kind.scale_type {
+/// Rounds positive scales, at most 81, to what the file stores, never to 0.
+pub(super) fn round_scales(scale_type: ScaleType, scales: &mut [f32]) {
+    match scale_type {
         ScaleType::F16 => {
             let mut stored = [f16::ZERO; SIZES];
             let stored = &mut stored[..scales.len()];
@@ -334,11 +345,6 @@ mod gpu {
             (Fit::Weighted, sym) => (2, ELEMENT + if sym { 162.0 } else { 81.0 } * 8.0),
         };
         let cost = cost * group.min(cols) as f64;
-        let stored = match kind.scale_type {
-            ScaleType::F32 => 0.0,
-            ScaleType::F16 => 1.0,
-            ScaleType::BF16 => 2.0,
-        };
         for part in ranges(gpu, w.rows() * row_groups, cost) {
             let params = Params {
                 ld: w.cols() as u32,
@@ -355,7 +361,11 @@ mod gpu {
             };
             gpu.dispatch(
                 &SCALES,
-                &[("FIT", f64::from(fit)), ("SYM", kind.sym.into()), ("STORED", stored)],
+                &[
+                    ("FIT", f64::from(fit)),
+                    ("SYM", kind.sym.into()),
+                    ("STORED", kind.scale_type.shader_constant()),
+                ],
                 &[w.gpu()?, importance.gpu()?, grid.scales.gpu()?, grid.zeros.gpu()?],
                 bytemuck::bytes_of(&params),
                 gpu.unfold(part.len().div_ceil(GROUP)),

@@ -6,31 +6,46 @@
 
 use web_time::Instant;
 
+use super::inputs::StageInputs;
 use super::layer::Place;
 use super::plan::{block_copies, stage_flops};
 use super::run::Run;
 use super::stream::{Batch, Flows};
 use crate::checkpoint::Writer;
 use crate::error::Result;
+use crate::gptq::layer::Calibration;
 use crate::kernels::rmsnorm::rmsnorm;
-use crate::kernels::symmetric::SymmetricPanels;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Flow, Weights, final_norm};
+use crate::tensor::Tensor;
 
 impl Run<'_> {
-    pub(super) async fn block(&mut self, layer: usize, flows: &mut Flows, writer: &mut Writer) -> Result<()> {
+    pub(super) async fn block(
+        &mut self,
+        layer: usize,
+        flows: &mut Flows,
+        original: &mut Option<Flows>,
+        writer: &mut Writer,
+    ) -> Result<()> {
         let plan = self.plan;
         for name in block_copies(self.stored, &plan.config, layer, &plan.assigned) {
             writer.copy(&self.stored.checkpoint, &name).await?;
         }
         let calibrated = plan.scheme.needs_inputs();
         let mut block = Block::without_linears(&plan.config, layer, self.stored, self.device).await?;
+        let mut original = match original {
+            Some(flows) => Some((Block::load(&plan.config, layer, self.stored, self.device).await?, flows)),
+            None => None,
+        };
         let stages = stages(&plan.config, layer);
         for (index, stage) in stages.iter().enumerate() {
             let Some(assigned) = stage.linears.first().and_then(|spec| plan.assigned(&spec.module)) else {
                 // Asked to stay in 16 bits.
                 if calibrated && block.begins_branch(index) && index > 0 {
                     self.pass(layer, index, &block, flows).await?;
+                    if let Some((block, flows)) = &mut original {
+                        self.pass(layer, index, block, flows).await?;
+                    }
                 }
                 for spec in &stage.linears {
                     let linear = self.stored.linear(spec, self.device).await?;
@@ -38,14 +53,12 @@ impl Run<'_> {
                 }
                 continue;
             };
-            let hessian = match calibrated {
-                true => Some(self.hessian(layer, index, stage, &block, flows).await?),
+            let inputs = match calibrated {
+                true => Some(self.inputs(layer, index, stage, (&block, flows), &mut original).await?),
                 false => None,
             };
-            let prepared = self
-                .prepare(&format!("block {layer}, stage {}", stage.name), stage, assigned, hessian.as_ref())
-                .await?;
-            drop(hessian);
+            let place = format!("block {layer}, stage {}", stage.name);
+            let prepared = self.prepare(&place, stage, assigned, inputs).await?;
             for spec in &stage.linears {
                 let place = Place { layer, stage: stage.name };
                 if let Some(linear) = self.linear(place, spec, assigned, &prepared, writer, true).await? {
@@ -56,41 +69,61 @@ impl Run<'_> {
         let last = layer + 1 == plan.config.layers && plan.head().is_none();
         if calibrated && !last {
             self.pass(layer, stages.len(), &block, flows).await?;
+            if let Some((block, flows)) = &mut original {
+                self.pass(layer, stages.len(), block, flows).await?;
+            }
         }
         Ok(())
     }
 
-    /// Computes a stage's inputs for every micro-batch and sums up their Hessian, (2/tokens)·XᵀX.
-    async fn hessian(
+    /// Computes a stage's inputs for every micro-batch, of the quantized model and, where it goes along, of
+    /// the original, and sums them up.
+    async fn inputs(
         &mut self,
         layer: usize,
         index: usize,
         stage: &Stage,
-        block: &Block,
-        flows: &mut Flows,
-    ) -> Result<SymmetricPanels> {
+        (block, flows): (&Block, &mut Flows),
+        original: &mut Option<(Block, &mut Flows)>,
+    ) -> Result<Calibration> {
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
-        let mut h = SymmetricPanels::zeros(self.device, n)?;
-        let scale = 2.0 / self.batches.tokens() as f32;
+        let mut inputs = StageInputs::new(self.device, &self.plan.scheme, n, self.batches.summed_tokens())?;
         for batch in 0..self.batches.len() {
             self.stop_point(layer).await?;
-            let seq_len = self.batches.get(batch).seq_len;
-            let Some(mut flow) = flows.take(batch)? else { continue };
+            let Some(seen) = self.input(index, block, flows, batch).await? else { continue };
+            let beside = match original {
+                Some((block, flows)) => self.input(index, block, flows, batch).await?,
+                None => None,
+            };
             let since = Instant::now();
-            let x = block.input(index, &mut flow, seq_len, &self.rope).await?;
-            self.clock.add("forward", since);
-            let since = Instant::now();
-            h.accumulate(&x, scale)?;
+            let Batch { ids, seq_len, held } = self.batches.get(batch);
+            inputs.take(&seen, beside, *held)?;
             self.clock.add("hessian", since);
+            let flops = stage_flops(&self.plan.config, &self.plan.scheme, stage, ids.len(), *seq_len);
             if self.plan.keep_between && block.worth_keeping(index) {
-                flow.inner = Some(x);
+                flows.keep(batch, seen).await?;
             }
-            flows.put(batch, flow).await?;
             self.device.settle().await?;
-            let tokens = self.batches.get(batch).ids.len();
-            self.advance(layer, stage.name, stage_flops(&self.plan.config, stage, tokens, seq_len));
+            self.advance(layer, stage.name, flops);
         }
-        Ok(h)
+        Ok(inputs.done())
+    }
+
+    /// One model's inputs of a stage for one micro-batch.
+    async fn input(
+        &mut self,
+        index: usize,
+        block: &Block,
+        flows: &mut Flows,
+        batch: usize,
+    ) -> Result<Option<Tensor>> {
+        let seq_len = self.batches.get(batch).seq_len;
+        let Some(mut flow) = flows.take(batch)? else { return Ok(None) };
+        let since = Instant::now();
+        let x = block.input(index, &mut flow, seq_len, &self.rope).await?;
+        flows.put(batch, flow).await?;
+        self.clock.add("forward", since);
+        Ok(Some(x))
     }
 
     /// Brings every micro-batch to stage `index` without looking at its inputs; behind the last stage, to
@@ -111,7 +144,13 @@ impl Run<'_> {
     }
 
     /// Quantizes the output head, whose inputs are the last block's outputs behind the final norm.
-    pub(super) async fn head(&mut self, stage: &Stage, flows: &mut Flows, writer: &mut Writer) -> Result<()> {
+    pub(super) async fn head(
+        &mut self,
+        stage: &Stage,
+        flows: &mut Flows,
+        original: &mut Option<Flows>,
+        writer: &mut Writer,
+    ) -> Result<()> {
         let plan = self.plan;
         let layer = plan.config.layers;
         let Some((spec, assigned)) =
@@ -119,27 +158,32 @@ impl Run<'_> {
         else {
             return Ok(());
         };
-        let mut hessian = None;
+        let mut inputs = None;
         if plan.scheme.needs_inputs() {
             let norm = final_norm(&plan.config, self.stored, self.device).await?;
-            let h = hessian.insert(SymmetricPanels::zeros(self.device, spec.in_features)?);
+            let tokens = self.batches.summed_tokens();
+            let sums = inputs.insert(StageInputs::new(self.device, &plan.scheme, spec.in_features, tokens)?);
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;
-                let Some(flow) = flows.take(batch)? else { continue };
+                let normed = |flow: Option<Flow>| {
+                    flow.map(|flow| rmsnorm(&flow.h, &norm, plan.config.rms_norm_eps)).transpose()
+                };
+                let Some(seen) = normed(flows.take(batch)?)? else { continue };
+                let beside = match original {
+                    Some(original) => normed(original.take(batch)?)?,
+                    None => None,
+                };
                 let since = Instant::now();
-                h.accumulate(
-                    &rmsnorm(&flow.h, &norm, plan.config.rms_norm_eps)?,
-                    2.0 / self.batches.tokens() as f32,
-                )?;
+                let Batch { ids, seq_len, held } = self.batches.get(batch);
+                sums.take(&seen, beside, *held)?;
                 self.device.settle().await?;
                 self.clock.add("hessian", since);
-                let Batch { ids, seq_len } = self.batches.get(batch);
-                let flops = stage_flops(&plan.config, stage, ids.len(), *seq_len);
+                let flops = stage_flops(&plan.config, &plan.scheme, stage, ids.len(), *seq_len);
                 self.advance(layer, stage.name, flops);
             }
         }
-        let prepared = self.prepare("the output head", stage, assigned, hessian.as_ref()).await?;
-        drop(hessian);
+        let inputs = inputs.map(StageInputs::done);
+        let prepared = self.prepare("the output head", stage, assigned, inputs).await?;
         let place = Place { layer, stage: stage.name };
         self.linear(place, spec, assigned, &prepared, writer, false).await?;
         Ok(())

@@ -13,7 +13,7 @@ use super::report::ModuleRow;
 use super::select::{Output, Override};
 use crate::error::{Error, Result};
 use crate::face;
-use crate::gptq::scheme::Scheme;
+use crate::gptq::scheme::{Alpha, Scheme};
 use crate::storage::Sink;
 
 /// The journal's file name; it is removed when the run is finished.
@@ -86,12 +86,16 @@ impl Journal {
         let was = &self.inputs;
         let (a, b) = (&was.scheme, &now.scheme);
         let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
+        let alpha = |scheme: &Scheme| match scheme.alpha {
+            Alpha::Fixed(alpha) => (alpha as f32).to_string(),
+            Alpha::Measured => "auto".to_owned(),
+        };
         let list = |texts: Vec<String>| if texts.is_empty() { "none".to_owned() } else { texts.join(" ") };
         let overrides = |output: &Output| list(output.overrides.iter().map(Override::to_string).collect());
         let (x, y) = (&was.output, &now.output);
         let batch = format!("the micro-batch size ({})", face::MAX_MEMORY);
         let shards = format!("the number of files ({})", face::SHARD_SIZE);
-        let pairs: [(&dyn fmt::Display, _, _); 19] = [
+        let pairs: [(&dyn fmt::Display, _, _); 21] = [
             (&"the model", was.source.clone(), now.source.clone()),
             (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
             (&"the calibration text", was.text.clone(), now.text.clone()),
@@ -104,6 +108,8 @@ impl Journal {
             (&face::MSE, a.mse.to_string(), b.mse.to_string()),
             // In f32, since reading JSON may cost a double its last bit.
             (&face::DAMP_PERCENT, (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
+            (&face::ALPHA, alpha(a), alpha(b)),
+            (&face::REFIT, a.refit.to_string(), b.refit.to_string()),
             (&face::FORMAT, x.format.to_string(), y.format.to_string()),
             (&face::OVERRIDE, overrides(x), overrides(y)),
             (&face::SKIP, list(x.skip.clone()), list(y.skip.clone())),

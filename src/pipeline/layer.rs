@@ -5,14 +5,13 @@ use web_time::Instant;
 use super::corner::Corner;
 use super::events::Event;
 use super::plan::{Assigned, group_size, linear_flops};
-use super::report::{ModuleRow, logged};
+use super::report::{HeldRow, ModuleRow, logged};
 use super::run::Run;
 use crate::checkpoint::{DType, GptqLinear, Writer, floats};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::face;
-use crate::gptq::layer::{Losses, Prepared, prepare, quantize_rows};
-use crate::kernels::symmetric::SymmetricPanels;
+use crate::gptq::layer::{Calibration, Losses, Prepared, prepare, quantize_rows};
 use crate::model::arch::Stage;
 use crate::model::{Linear, LinearSpec, Weights, load_f32};
 use crate::tensor::{Elem, Host, Tensor};
@@ -31,12 +30,12 @@ impl Run<'_> {
         place: &str,
         stage: &Stage,
         assigned: &Assigned,
-        hessian: Option<&SymmetricPanels>,
+        inputs: Option<Calibration>,
     ) -> Result<Prepared> {
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
         let since = Instant::now();
         let scheme = &assigned.scheme;
-        let prepared = prepare(scheme, assigned.scale_type(), self.device, n, hessian, place).await?;
+        let prepared = prepare(scheme, assigned.scale_type(), self.device, n, inputs, place).await?;
         self.clock.add("factor", since);
         if prepared.fell_back() {
             self.warn(format!(
@@ -70,10 +69,17 @@ impl Run<'_> {
             output: spec.out_features,
             bits: scheme.bits,
             group: group_size(scheme),
-            tokens: self.batches.tokens(),
+            tokens: self.batches.summed_tokens(),
             damp: prepared.damp_used(),
             rtn_loss: loss.map(|loss| logged(loss.rtn)),
             gptq_loss: loss.map(|loss| logged(loss.gptq)),
+            held: loss.and_then(|loss| loss.held).map(|held| HeldRow {
+                alpha: logged(held.alpha / spec.out_features as f64),
+                rtn: logged(held.rtn),
+                plain: logged(held.plain),
+                kept: logged(held.kept),
+                choice: held.choice,
+            }),
             seconds: since.elapsed().as_secs_f64(),
         };
         self.clock.add("quantize", since);
@@ -148,9 +154,7 @@ impl Run<'_> {
                 }
             }
             if let Some(part) = part.loss {
-                let sum = loss.get_or_insert_default();
-                sum.gptq += part.gptq;
-                sum.rtn += part.rtn;
+                loss.get_or_insert_default().add(part);
             }
             if used {
                 chunks.push(part.dequantized);

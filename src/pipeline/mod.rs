@@ -9,6 +9,7 @@ pub mod convert;
 pub mod corner;
 pub mod estimate;
 pub mod events;
+mod inputs;
 pub mod journal;
 mod layer;
 pub mod plan;

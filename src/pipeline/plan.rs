@@ -6,6 +6,7 @@ use std::collections::HashMap;
 use serde::Serialize;
 
 use super::select::{Output, assign};
+use super::stream::MOST_HELD;
 use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
 use crate::checkpoint::{DType, Format, Layout, StoredLayer, TensorSpec};
 use crate::device::Device;
@@ -99,15 +100,17 @@ pub struct Memory {
     pub between_stages: u64,
     /// One block's quantized weights, widened.
     pub weights: u64,
-    /// Hessian and factor of the widest stage.
+    /// Hessian and factor of the widest stage; with a correction its own factor and the drift, too.
     pub hessian: u64,
+    /// The original model beside the quantized one: one block's weights and the text's activations.
+    pub original: u64,
     /// One micro-batch's intermediate results, or one piece of a weight being quantized.
     pub working: u64,
 }
 
 impl Memory {
     pub fn total(&self) -> u64 {
-        self.stream + self.between_stages + self.weights + self.hessian + self.working
+        self.stream + self.between_stages + self.weights + self.hessian + self.original + self.working
     }
 }
 
@@ -225,7 +228,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     let layout = layout(stored, &config, options, &specs, &assigned)?;
 
     let mut plan = Plan {
-        memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: 0 },
+        memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, original: 0, working: 0 },
         flops: flops(&config, options, &stages, &assigned),
         batch_tokens: options.batch_tokens.unwrap_or(BATCH_TOKENS).max(options.longest),
         piece_bytes: PIECE_BYTES,
@@ -535,7 +538,7 @@ fn flops(
     let mut sum = 0.0;
     for (_, stage) in stages {
         if options.scheme.needs_inputs() && stage.linears.iter().any(is_quantized) {
-            sum += stage_flops(config, stage, options.tokens, options.longest);
+            sum += stage_flops(config, &options.scheme, stage, options.tokens, options.longest);
         }
         for spec in &stage.linears {
             sum += linear_flops(&options.scheme, spec, options.tokens, is_quantized(spec));
@@ -545,12 +548,19 @@ fn flops(
 }
 
 /// A stage's part for `tokens` tokens in sequences of `seq_len`: their Hessian, and the attention
-/// behind the inputs of o_proj.
-pub fn stage_flops(config: &ModelConfig, stage: &Stage, tokens: usize, seq_len: usize) -> f64 {
+/// behind the inputs of o_proj; the same for the original model beside it, with the drift.
+pub fn stage_flops(
+    config: &ModelConfig,
+    scheme: &Scheme,
+    stage: &Stage,
+    tokens: usize,
+    seq_len: usize,
+) -> f64 {
     let n = stage.linears.first().map_or(0, |spec| spec.in_features) as f64;
     let width = (config.heads * config.head_dim) as f64;
     let attention = if stage.name == "o" { 2.0 * seq_len as f64 * width } else { 0.0 };
-    tokens as f64 * (n * n + attention)
+    let beside = if scheme.needs_original() { 2.0 * n * n + attention } else { 0.0 };
+    tokens as f64 * (n * n + attention + beside)
 }
 
 /// A linear layer's part: its product with all tokens and, if it is quantized, the sweep and the loss of
@@ -558,8 +568,14 @@ pub fn stage_flops(config: &ModelConfig, stage: &Stage, tokens: usize, seq_len: 
 pub fn linear_flops(scheme: &Scheme, spec: &LinearSpec, tokens: usize, quantized: bool) -> f64 {
     let (n, m) = (spec.in_features as f64, spec.out_features as f64);
     match (scheme.needs_inputs(), quantized) {
-        (true, true) => 2.0 * tokens as f64 * n * m + 2.0 * m * n * n,
-        (true, false) => 2.0 * tokens as f64 * n * m,
+        (true, true) => {
+            let product = 2.0 * tokens as f64 * n * m;
+            // The sweep and the rounding to compare with; the correction and another sweep; a refit and another.
+            let share = |used: bool, beside: f64| if used { beside } else { 0.0 };
+            product * (1.0 + share(scheme.needs_original(), 1.0))
+                + m * n * n * (2.0 + share(scheme.needs_original(), 5.0) + share(scheme.refit, 3.0))
+        }
+        (true, false) => 2.0 * tokens as f64 * n * m * if scheme.needs_original() { 2.0 } else { 1.0 },
         (false, true) => ROUNDING_FLOPS * m * n,
         (false, false) => 0.0,
     }
@@ -587,7 +603,19 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     let largest = plan.modules.iter().map(|module| module.input * module.output).max().unwrap_or(0);
     // A head's codes and packed words are too large to pass over.
     let head = if options.output.lm_head { 2 * (config.vocab_size * hidden) as u64 } else { 0 };
-    let pieces = 5 * bytes(largest).min(plan.piece_bytes as u64) + head;
+    let (scheme, half_weights) = (&options.scheme, layer_weights / 2);
+    let held = bytes(
+        options.tokens.min(MOST_HELD).div_ceil(if scheme.needs_original() { 1 } else { 2 }) * 2 * widest,
+    );
+    let sums = (2 + u64::from(scheme.refit)) * panels(widest)
+        + if scheme.needs_original() { panels(widest) + bytes(widest * widest) } else { 0 }
+        + if scheme.needs_held() { held } else { 0 };
+    let beside = match scheme.needs_original() {
+        true => half_weights + bytes(tokens * (hidden + width.max(inner))),
+        false => 0,
+    };
+    let copies = if scheme.needs_held() { 11 } else { 5 };
+    let pieces = copies * bytes(largest).min(plan.piece_bytes as u64) + head;
     let working =
         |batch: usize| bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
     plan.memory = if calibrated {
@@ -595,11 +623,12 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
             stream: bytes(tokens * hidden),
             between_stages: bytes(tokens * width.max(inner)),
             weights: layer_weights,
-            hessian: 2 * panels(widest),
+            hessian: sums,
+            original: beside,
             working: working(plan.batch_tokens),
         }
     } else {
-        Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, working: pieces }
+        Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, original: 0, working: pieces }
     };
     // A stream on the host takes none of the device's memory.
     let needed =

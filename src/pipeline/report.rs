@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::gptq::layer::Choice;
+
 /// One quantized linear layer; a row of `quant_log.csv`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModuleRow {
@@ -23,7 +25,24 @@ pub struct ModuleRow {
     /// [`logged`].
     pub rtn_loss: Option<f64>,
     pub gptq_loss: Option<f64>,
+    /// What held-out rows say, where some were held out.
+    #[serde(default)]
+    pub held: Option<HeldRow>,
     pub seconds: f64,
+}
+
+/// (2/tokens)·Σ‖W·x − Ŵ·x̃‖² over rows held out of the Hessian, x the original model's inputs and x̃ the
+/// quantized one's; all [`logged`].
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct HeldRow {
+    /// The share of the correction by which weights were moved, a mean over pieces of the weight.
+    pub alpha: f64,
+    pub rtn: f64,
+    /// Of a sweep without correction and refit.
+    pub plain: f64,
+    /// Of what was kept, and what that was.
+    pub kept: f64,
+    pub choice: Choice,
 }
 
 /// A figure with the seven digits that the log keeps. A resumed run reads its first rows back from
@@ -33,12 +52,14 @@ pub fn logged(value: f64) -> f64 {
 }
 
 impl ModuleRow {
-    pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,damp,rtn_loss,gptq_loss,seconds";
+    pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,damp,rtn_loss,gptq_loss,alpha,\
+        held_rtn,held_plain,held_kept,kept,seconds";
 
     pub fn csv(&self) -> String {
         let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:e}"));
+        let held = |value: fn(&HeldRow) -> String| self.held.as_ref().map_or(String::new(), value);
         format!(
-            "{},{},{},{},{},{},{},{},{},{},{:.3}",
+            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{:.3}",
             self.layer,
             self.module,
             self.input,
@@ -49,6 +70,11 @@ impl ModuleRow {
             self.damp.map_or(String::new(), |damp| damp.to_string()),
             number(self.rtn_loss),
             number(self.gptq_loss),
+            held(|held| held.alpha.to_string()),
+            held(|held| format!("{:e}", held.rtn)),
+            held(|held| format!("{:e}", held.plain)),
+            held(|held| format!("{:e}", held.kept)),
+            held(|held| format!("{:?}", held.choice).to_lowercase()),
             self.seconds
         )
     }

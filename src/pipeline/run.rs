@@ -80,7 +80,8 @@ pub async fn run(
     for warning in &journal.warnings {
         observer.event(Event::Warning(warning.clone()));
     }
-    let batches = Batches::new(if calibrated { &segments.rows } else { &[] }, plan.batch_tokens);
+    let rows: &[_] = if calibrated { &segments.rows } else { &[] };
+    let batches = Batches::new(rows, plan.batch_tokens, plan.scheme.needs_held());
     observer.event(Event::Started {
         blocks: plan.config.layers,
         done: journal.blocks_done,
@@ -142,6 +143,7 @@ impl Run<'_> {
         }
         let calibrated = self.plan.scheme.needs_inputs();
         let mut flows = Flows::new(self.device, self.plan.stream_on_device, self.batches.len());
+        let mut original = None;
         // A head that is quantized comes after the last block.
         let head = self.plan.head();
         let to_do = self.journal.blocks_done < layers || head.is_some();
@@ -150,14 +152,19 @@ impl Run<'_> {
             let embedding =
                 Embedding::load_rows(&self.plan.config, self.stored, self.device, ids.collect::<Vec<_>>())
                     .await?;
-            let stream = self.batches.embed(&embedding, self.device, self.plan.stream_on_device).await?;
-            flows = flows.from_stream(stream);
+            let on_device = self.plan.stream_on_device;
+            flows = flows.from_stream(self.batches.embed(&embedding, self.device, on_device).await?);
+            if self.plan.scheme.needs_original() {
+                let stream = self.batches.embed(&embedding, self.device, on_device).await?;
+                let flows = Flows::new(self.device, on_device, self.batches.len());
+                original = Some(flows.from_stream(stream));
+            }
         }
         if calibrated && self.journal.blocks_done > 0 && to_do {
-            self.replay(&mut flows).await?;
+            self.replay(&mut flows, &mut original).await?;
         }
         for layer in self.journal.blocks_done..layers {
-            self.block(layer, &mut flows, &mut writer).await?;
+            self.block(layer, &mut flows, &mut original, &mut writer).await?;
             let since = Instant::now();
             writer.flush().await?;
             self.clock.add("write", since);
@@ -168,7 +175,7 @@ impl Run<'_> {
             self.observer.event(Event::BlockDone { block: layer, blocks: layers });
         }
         if let Some(stage) = head {
-            self.head(&stage, &mut flows, &mut writer).await?;
+            self.head(&stage, &mut flows, &mut original, &mut writer).await?;
         }
         let mut report = self.finish(writer).await?;
         report.seconds = earlier + begun.elapsed().as_secs_f64();
@@ -177,7 +184,7 @@ impl Run<'_> {
 
     /// Applies the finished blocks, as they were written, to the text: the same weights and the same
     /// operations give the same bits as in the run that was stopped.
-    async fn replay(&mut self, flows: &mut Flows) -> Result<()> {
+    async fn replay(&mut self, flows: &mut Flows, original: &mut Option<Flows>) -> Result<()> {
         let view = Unfinished::new(
             self.sink.reader().await?,
             &self.plan.layout,
@@ -189,15 +196,26 @@ impl Run<'_> {
         for layer in 0..self.journal.blocks_done {
             self.observer.event(Event::Replaying { block: layer });
             let block = Block::load(&self.plan.config, layer, &done, self.device).await?;
-            for batch in 0..self.batches.len() {
-                self.stop_point(layer).await?;
-                let Some(flow) = flows.take(batch)? else { continue };
-                let h = block.forward(flow.h, self.batches.get(batch).seq_len, &self.rope).await?;
-                flows.put(batch, Flow::new(h)).await?;
-                self.device.settle().await?;
+            self.whole_block(layer, &block, flows).await?;
+            if let Some(original) = original {
+                drop(block);
+                let block = Block::load(&self.plan.config, layer, self.stored, self.device).await?;
+                self.whole_block(layer, &block, original).await?;
             }
         }
         self.done = self.plan.flops * self.journal.blocks_done as f64 / self.plan.config.layers as f64;
+        Ok(())
+    }
+
+    /// Applies a block to every micro-batch.
+    async fn whole_block(&mut self, layer: usize, block: &Block, flows: &mut Flows) -> Result<()> {
+        for batch in 0..self.batches.len() {
+            self.stop_point(layer).await?;
+            let Some(flow) = flows.take(batch)? else { continue };
+            let h = block.forward(flow.h, self.batches.get(batch).seq_len, &self.rope).await?;
+            flows.put(batch, Flow::new(h)).await?;
+            self.device.settle().await?;
+        }
         Ok(())
     }
 

@@ -93,6 +93,13 @@ impl Flows {
     }
 }
 
+impl Flows {
+    /// Keeps a stage's inputs, which the next stage needs.
+    pub async fn keep(&mut self, batch: usize, inner: Tensor) -> Result<()> {
+        self.inner.put(batch, inner).await
+    }
+}
+
 /// The calibration text cut into micro-batches: sequences of equal length, in order, stacked.
 pub struct Batches {
     batches: Vec<Batch>,
@@ -103,18 +110,36 @@ pub struct Batch {
     /// Token ids, sequence after sequence.
     pub ids: Vec<u32>,
     pub seq_len: usize,
+    /// They judge what the others make, and take no part in it.
+    pub held: bool,
 }
 
+/// Tokens that are held out at most: more would judge no better.
+pub(super) const MOST_HELD: usize = 2048;
+
 impl Batches {
-    /// Cuts `rows` so that a micro-batch has at most `max_tokens` (or one sequence).
-    pub fn new(rows: &[Vec<u32>], max_tokens: usize) -> Self {
+    /// Cuts `rows` so that a micro-batch has at most `max_tokens` (or one sequence). With `hold` a tenth of
+    /// the sequences, evenly spread, is held out: its micro-batches come last.
+    pub fn new(rows: &[Vec<u32>], max_tokens: usize, hold: bool) -> Self {
+        let mean = rows.iter().map(Vec::len).sum::<usize>() / rows.len().max(1);
+        let count = (rows.len() / 10).min(MOST_HELD / mean.max(1)).max(1);
+        let apart = if hold && rows.len() > 1 { rows.len().div_ceil(count) } else { usize::MAX };
+        let is_held = |index: usize| index % apart == apart - 1 || apart != usize::MAX && rows.len() < apart;
         let mut batches: Vec<Batch> = Vec::new();
-        for row in rows {
-            match batches.last_mut() {
-                Some(last) if last.seq_len == row.len() && last.ids.len() + row.len() <= max_tokens => {
-                    last.ids.extend_from_slice(row);
+        for held in [false, true] {
+            for row in
+                rows.iter().enumerate().filter(|(index, _)| is_held(*index) == held).map(|(_, row)| row)
+            {
+                match batches.last_mut() {
+                    Some(last)
+                        if last.held == held
+                            && last.seq_len == row.len()
+                            && last.ids.len() + row.len() <= max_tokens =>
+                    {
+                        last.ids.extend_from_slice(row);
+                    }
+                    _ => batches.push(Batch { ids: row.clone(), seq_len: row.len(), held }),
                 }
-                _ => batches.push(Batch { ids: row.clone(), seq_len: row.len() }),
             }
         }
         Self { batches }
@@ -134,6 +159,11 @@ impl Batches {
 
     pub fn tokens(&self) -> usize {
         self.batches.iter().map(|batch| batch.ids.len()).sum()
+    }
+
+    /// Those of them that are not held out.
+    pub fn summed_tokens(&self) -> usize {
+        self.batches.iter().filter(|batch| !batch.held).map(|batch| batch.ids.len()).sum()
     }
 
     pub fn longest(&self) -> usize {
@@ -158,10 +188,35 @@ mod tests {
     #[test]
     fn only_neighbours_of_equal_length_share_a_batch() {
         let rows = [4, 4, 4, 7, 4].map(|len| vec![1; len]);
-        let batches = Batches::new(&rows, 8);
+        let batches = Batches::new(&rows, 8, false);
         let lens: Vec<_> =
             (0..batches.len()).map(|i| (batches.get(i).ids.len(), batches.get(i).seq_len)).collect();
         assert_eq!(lens, [(8, 4), (4, 4), (7, 7), (4, 4)]);
         assert_eq!((batches.tokens(), batches.longest()), (23, 7));
+    }
+
+    #[test]
+    fn a_tenth_is_held_out_and_comes_last() {
+        let held = |count: usize| {
+            let rows: Vec<_> = (0..count as u32).map(|row| vec![row; 100]).collect();
+            let batches = Batches::new(&rows, 300, true);
+            assert_eq!(batches.tokens(), 100 * count);
+            let held: Vec<u32> = batches
+                .batches
+                .iter()
+                .filter(|batch| batch.held)
+                .flat_map(|batch| batch.ids[..].chunks(100).map(|row| row[0]))
+                .collect();
+            assert_eq!(batches.summed_tokens(), 100 * (count - held.len()));
+            assert!(batches.batches.is_sorted_by_key(|batch| batch.held));
+            held
+        };
+        assert_eq!(held(30), [9, 19, 29]);
+        assert_eq!(held(4), [3]);
+        assert_eq!(held(2), [1]);
+        // The only sequence there is.
+        assert_eq!(held(1), [0; 0]);
+        // No more than judge well.
+        assert_eq!(held(1000).len(), 20);
     }
 }

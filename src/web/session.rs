@@ -291,6 +291,7 @@ impl Session {
             ("between_stages", memory.between_stages),
             ("weights", memory.weights),
             ("hessian", memory.hessian),
+            ("original", memory.original),
             ("working", memory.working),
         ];
         Ok(Event::Plan(PlanSummary {
@@ -329,6 +330,8 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
         static_groups: None,
         mse: None,
         damp_percent: settings.damp_percent,
+        alpha: None,
+        refit: None,
     })
 }
 

@@ -1,0 +1,61 @@
+//! Calibration rows that take no part in a layer's Hessian, and judge what comes out instead.
+
+use crate::error::Result;
+use crate::kernels::add::add_scaled;
+use crate::kernels::gemm::linear;
+use crate::kernels::norm::add_squares;
+use crate::tensor::{Elem, Tensor};
+
+/// A stage's inputs on rows that were held out.
+pub struct Held {
+    /// x̃, what the layer sees in the quantized model, f32 [tokens, n].
+    pub seen: Tensor,
+    /// x, what it sees in the original, where that is known.
+    pub original: Option<Tensor>,
+}
+
+impl Held {
+    /// What the original layer makes of the original inputs, f32 [tokens, rows], from its weight
+    /// [rows, n].
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn wanted(&self, weight: &Tensor) -> Result<Tensor> {
+        linear(self.original.as_ref().unwrap_or(&self.seen), weight, None)
+    }
+
+    /// (2/tokens)·Σ‖W·x − Ŵ·x̃‖², from W·x, `wanted`, and Ŵ f32 [rows, n].
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub async fn loss(&self, wanted: &Tensor, weight: &Tensor) -> Result<f64> {
+        let mut difference = linear(&self.seen, weight, None)?;
+        add_scaled(&mut difference, wanted, -1.0)?;
+        self.mean_square(&difference).await
+    }
+
+    /// By how much of the move Z the weight W does best here: the least of ‖W·x − (W + α·Z)·x̃‖² over α,
+    /// which is a parabola, among the candidates 0, ¼, ½, ¾ and 1.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub async fn best_share(&self, wanted: &Tensor, weight: &Tensor, z: &Tensor) -> Result<f64> {
+        let moved = linear(&self.seen, z, None)?;
+        let mut left = linear(&self.seen, weight, None)?;
+        add_scaled(&mut left, wanted, -1.0)?;
+        // ‖left + α·moved‖² at α = 0 and 1 and ‖moved‖² tell the parabola.
+        let at_0 = self.mean_square(&left).await?;
+        let square = self.mean_square(&moved).await?;
+        add_scaled(&mut left, &moved, 1.0)?;
+        let at_1 = self.mean_square(&left).await?;
+        let lowest = if square > 0.0 { 0.5 * (1.0 + (at_0 - at_1) / square) } else { 0.0 };
+        Ok((4.0 * lowest.clamp(0.0, 1.0)).round() / 4.0)
+    }
+
+    async fn mean_square(&self, difference: &Tensor) -> Result<f64> {
+        let mut sums = Tensor::zeros(difference.device(), Elem::F32, &[difference.rows()])?;
+        add_squares(difference, &mut sums)?;
+        let total: f64 = sums.to_f32().await?.into_iter().map(f64::from).sum();
+        Ok(2.0 * total / difference.rows() as f64)
+    }
+}
