@@ -12,7 +12,6 @@ use super::run::Run;
 use super::stream::{Batch, Flows};
 use crate::checkpoint::Writer;
 use crate::error::Result;
-use crate::kernels::rmsnorm::rmsnorm;
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Flow, Weights, final_norm};
@@ -127,10 +126,7 @@ impl Run<'_> {
                 self.stop_point(layer).await?;
                 let Some(flow) = flows.take(batch)? else { continue };
                 let since = Instant::now();
-                h.accumulate(
-                    &rmsnorm(&flow.h, &norm, plan.config.rms_norm_eps)?,
-                    2.0 / self.batches.tokens() as f32,
-                )?;
+                h.accumulate(&norm.apply(&flow.h)?, 2.0 / self.batches.tokens() as f32)?;
                 self.device.settle().await?;
                 self.clock.add("hessian", since);
                 let Batch { ids, seq_len } = self.batches.get(batch);
