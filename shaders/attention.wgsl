@@ -25,6 +25,8 @@ struct Params {
     // How many keys a row sees at most, itself included.
     window: u32,
     scale: f32,
+    // Read only with CAPPED.
+    soft_cap: f32,
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -34,6 +36,8 @@ struct Params {
 @group(0) @binding(4) var<storage, read_write> out: array<vec4<f32>>; // [tokens, heads, d]
 
 override ELEM: u32 = 0u; // of keys and values, see `unpack`
+// Scores s count as c * tanh(s / c).
+override CAPPED: bool = false;
 override PARTS: u32 = 4u; // head_dim / 16
 override GROUPS: u32 = 16u;
 override KEYS: u32 = 32u; // a multiple of 8
@@ -78,7 +82,12 @@ fn scaled(block: mat4x4<f32>, factor: vec4<f32>) -> mat4x4<f32> {
 // A key's scores as they count for queries at `positions`.
 fn visible(position: u32, positions: vec4<u32>, score: vec4<f32>) -> vec4<f32> {
     let seen = (vec4(position) <= positions) & (vec4(position + p.window) > positions);
-    return select(vec4(UNSEEN), score * p.scale, seen);
+    var scored = score * p.scale;
+    if CAPPED {
+        // Clamped, since tanh of large numbers is not settled.
+        scored = p.soft_cap * tanh(clamp(scored / p.soft_cap, vec4(-15.0), vec4(15.0)));
+    }
+    return select(vec4(UNSEEN), scored, seen);
 }
 
 fn keep_visible(at: u32, position: u32, positions: vec4<u32>, block: mat4x4<f32>) {

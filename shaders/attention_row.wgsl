@@ -17,6 +17,8 @@ struct Params {
     // How many keys a query sees at most, itself included.
     window: u32,
     scale: f32,
+    // Read only with CAPPED.
+    soft_cap: f32,
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
@@ -26,6 +28,8 @@ struct Params {
 @group(0) @binding(4) var<storage, read_write> out: array<vec4<f32>>; // [tokens, heads, d]
 
 override ELEM: u32 = 1u; // of keys and values, see `unpack`
+// Scores s count as c * tanh(s / c).
+override CAPPED: bool = false;
 override THREADS: u32 = 128u; // at least head_quads
 override KEYS: u32 = 256u;
 
@@ -71,7 +75,12 @@ fn main(
             for (var i = 0u; i < p.head_quads; i += 2u) {
                 score += product(query + i, at + i);
             }
-            scores[slot] = score * p.scale;
+            score *= p.scale;
+            if CAPPED {
+                // Clamped, since tanh of large numbers is not settled.
+                score = p.soft_cap * tanh(clamp(score / p.soft_cap, -15.0, 15.0));
+            }
+            scores[slot] = score;
         }
         workgroupBarrier();
         if slice < slices {

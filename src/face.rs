@@ -41,6 +41,7 @@ pub const MAX_MEMORY: Words = words("--max-memory", "“Memory limit”");
 // The page writes one format, and all layers alike.
 pub const FORMAT: Words = words("--format", "the file format");
 pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the format compressed-tensors");
+pub const AS_GPTQ: Words = words("--format gptq", "the format gptq");
 pub const OVERRIDE: Words = words("--override", "the choice for some layers");
 pub const SKIP: Words = words("--skip", "the choice of layers to leave");
 pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "the choice to quantize the head");
@@ -59,7 +60,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 25] = [
+pub const ALL: [Words; 26] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -76,6 +77,7 @@ pub const ALL: [Words; 25] = [
     MAX_MEMORY,
     FORMAT,
     AS_COMPRESSED,
+    AS_GPTQ,
     OVERRIDE,
     SKIP,
     QUANTIZE_LM_HEAD,

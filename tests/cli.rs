@@ -400,8 +400,8 @@ fn unusable_models_and_texts_exit_with_3() {
     fails(inspect("empty"), 3, &["empty", "config.json"]);
 
     let config = std::fs::read_to_string(place.path("model/config.json")).unwrap();
-    place.write("model/config.json", &config.replace("\"llama\"", "\"gpt2\""));
-    fails(place.quantize(&[]), 3, &["\"gpt2\"", "llama, mistral, qwen2, qwen3"]);
+    place.write("model/config.json", &config.replace("\"llama\"", "\"mamba\""));
+    fails(place.quantize(&[]), 3, &["\"mamba\"", "llama, mistral, qwen2, qwen3"]);
     place.write("model/config.json", &config[..100]);
     fails(place.quantize(&[]), 3, &["config.json", "not valid JSON"]);
     place.write("model/config.json", &config);

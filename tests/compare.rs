@@ -18,12 +18,12 @@ fn open(files: &Files) -> Stored {
 
 /// Logits [rows · len, vocab] of rows of one length.
 fn logits(model: &Stored, rows: &[Vec<u32>]) -> Vec<f32> {
-    let config = ModelConfig::parse(model.checkpoint.config()).unwrap();
+    let config = ModelConfig::of(&model.checkpoint).unwrap();
     let device = Device::Cpu;
     let len = rows[0].len();
     let rope = config.rope_tables(&device, len).unwrap();
     let embedding = block_on(Embedding::load(&config, model, &device)).unwrap();
-    let mut h = embedding.embed(&rows.concat()).unwrap();
+    let mut h = embedding.embed(&rows.concat(), len, 0).unwrap();
     for layer in 0..config.layers {
         let block = block_on(Block::load(&config, layer, model, &device)).unwrap();
         h = block_on(block.forward(h, len, &rope)).unwrap();

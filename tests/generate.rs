@@ -25,7 +25,7 @@ fn stored(files: Files) -> Stored {
 }
 
 fn config(stored: &Stored) -> ModelConfig {
-    ModelConfig::parse(stored.checkpoint.config()).unwrap()
+    ModelConfig::of(&stored.checkpoint).unwrap()
 }
 
 fn decoder(stored: &Stored, device: &Device, cache: Elem) -> Decoder {
@@ -58,7 +58,7 @@ fn cached_logits_are_those_of_the_whole_text() {
                 let want = |at: usize| &want[(row.len() + at) * VOCAB..][..VOCAB];
                 let mut worst = 0f32;
                 let mut check = |decoder: &mut Decoder, at: usize| {
-                    let logits = decoder.step(row[at]).unwrap();
+                    let logits = block_on(decoder.step(row[at])).unwrap();
                     let got = block_on(logits.to_f32()).unwrap();
                     worst = worst.max(largest_difference(&got, want(at)));
                 };
@@ -94,7 +94,7 @@ fn a_block_and_a_token_are_six_dispatches() {
         let stored = stored(files);
         let mut decoder = decoder(&stored, &device, Elem::F16);
         let before = gpu.dispatches();
-        decoder.step(3).unwrap();
+        block_on(decoder.step(3)).unwrap();
         let blocks = config(&stored).layers as u64;
         // Two more are the embedding and the head.
         assert_eq!(gpu.dispatches() - before, 6 * blocks + 2);
@@ -109,7 +109,7 @@ fn a_context_has_an_end() {
     let error = block_on(decoder.read(&[1; 5])).unwrap_err();
     assert!(error.to_string().contains("65 tokens are more than the context of 64"), "{error}");
     block_on(decoder.read(&[1; 4])).unwrap();
-    assert!(decoder.step(1).is_err());
+    assert!(block_on(decoder.step(1)).is_err());
     assert!(block_on(decoder.read(&[])).is_ok());
     decoder.rewind(3);
     assert!(matches!(block_on(decoder.read(&[VOCAB as u32])), Err(Error::Text { .. })));
@@ -310,9 +310,15 @@ fn dequantized(files: &Files) -> Files {
     for info in stored.checkpoint.tensors() {
         if let Some(module) = info.name.strip_suffix(".qweight") {
             let layer = block_on(GptqLinear::read(&stored.checkpoint, module, quant)).unwrap();
-            let bytes = bytemuck::cast_slice(&layer.dequantize().unwrap()).to_vec();
-            tensors
-                .push((format!("{module}.weight"), (safetensors::Dtype::F32, vec![layer.n, layer.k], bytes)));
+            let mut weight = layer.dequantize().unwrap();
+            let mut shape = vec![layer.n, layer.k];
+            if config(&stored).transposed {
+                let at = |i: usize| weight[i % layer.n * layer.k + i / layer.n];
+                weight = (0..weight.len()).map(at).collect();
+                shape.reverse();
+            }
+            let bytes = bytemuck::cast_slice(&weight).to_vec();
+            tensors.push((format!("{module}.weight"), (safetensors::Dtype::F32, shape, bytes)));
         }
     }
     let original = SafeTensors::deserialize(&files["model.safetensors"]).unwrap();
@@ -353,6 +359,12 @@ fn packed_weights_generate_what_their_dequantized_weights_do() {
         ("qwen2", choice(Preset::Reference, 8, true, false)),
         ("qwen3", choice(Preset::Reference, 4, true, true)),
         ("llama", choice(Preset::Default, 2, false, true)),
+        ("phi3", choice(Preset::Default, 4, true, true)),
+        ("gpt_neox", choice(Preset::Default, 4, true, true)),
+        ("opt", choice(Preset::Default, 4, false, true)),
+        ("gpt2", choice(Preset::Reference, 4, true, true)),
+        ("gemma2", choice(Preset::Default, 4, true, true)),
+        ("gemma3", choice(Preset::Default, 8, true, true)),
     ];
     let prompt = rows(1, 16, 11).remove(0);
     for (name, choice) in cases {

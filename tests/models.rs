@@ -5,7 +5,7 @@ mod common;
 use std::ops::Range;
 use std::path::PathBuf;
 
-use common::gpu;
+use common::{MODELS, gpu};
 use halftone::device::Device;
 use halftone::error::Result;
 use halftone::model::{Block, Embedding, Head, ModelConfig, Weights, arch};
@@ -14,7 +14,6 @@ use halftone::tensor::Elem;
 use pollster::block_on;
 use safetensors::{Dtype, SafeTensors};
 
-const MODELS: [&str; 6] = ["llama", "llama_tied_rope3", "mistral_sliding", "qwen2", "qwen3", "phi3"];
 const SEQ_LEN: usize = 40;
 
 struct Golden {
@@ -70,7 +69,7 @@ fn hidden(golden: &Golden, device: &Device) -> halftone::tensor::Tensor {
     let (config, weights) = (&golden.config, golden.weights());
     let embedding = block_on(Embedding::load(config, &weights, device)).unwrap();
     let rope = config.rope_tables(device, SEQ_LEN).unwrap();
-    let mut h = embedding.embed(&golden.ids).unwrap();
+    let mut h = embedding.embed(&golden.ids, SEQ_LEN, 0).unwrap();
     for layer in 0..config.layers {
         let block = block_on(Block::load(config, layer, &weights, device)).unwrap();
         h = block_on(block.forward(h, SEQ_LEN, &rope)).unwrap();
@@ -140,8 +139,8 @@ fn rows_of_the_table_embed_as_the_whole_does() {
     let rows = Embedding::load_rows(&golden.config, &weights, &Device::Cpu, golden.ids.iter().copied());
     let rows = block_on(rows).unwrap();
     assert_eq!(
-        rows.embed(&golden.ids).unwrap().f32s().unwrap(),
-        whole.embed(&golden.ids).unwrap().f32s().unwrap()
+        rows.embed(&golden.ids, SEQ_LEN, 0).unwrap().f32s().unwrap(),
+        whole.embed(&golden.ids, SEQ_LEN, 0).unwrap().f32s().unwrap()
     );
     let outside = Embedding::load_rows(&golden.config, &weights, &Device::Cpu, [1, 320]);
     let error = block_on(outside).err().unwrap().to_string();

@@ -39,7 +39,7 @@ pub async fn run(args: Args) -> Result<()> {
         ));
     }
     let stored = open::model(&args.model).await?;
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let context = args.prompt_tokens + args.tokens;
     if context > config.max_position_embeddings {
         return Err(Error::options(

@@ -96,7 +96,7 @@ pub async fn run(args: Args) -> Result<()> {
 }
 
 async fn model_text(model: &Stored) -> Result<ModelText> {
-    let config = ModelConfig::parse(model.checkpoint.config())?;
+    let config = ModelConfig::of(&model.checkpoint)?;
     ModelText::load(model.checkpoint.source().as_ref(), config.vocab_size).await
 }
 

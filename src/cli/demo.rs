@@ -56,7 +56,7 @@ impl Observer for Stoppable<'_> {
 pub async fn run(args: Args) -> Result<()> {
     let device = open::device(&args.device).await?;
     let stored = Stored::open(Rc::new(demo::source())).await?;
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
     let options = SegmentOptions { samples: Some(args.samples), seq_len: SEQ_LEN, seed: 0 };
     let calibration = calibration_segments(&text, &[demo::calibration()], &options)?;

@@ -38,7 +38,7 @@ pub struct Args {
 
 pub async fn run(args: Args) -> Result<()> {
     let stored = open::model(&args.model).await?;
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let device = open::device(&args.device).await?;
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
     let file = open::texts(std::slice::from_ref(&args.text))?.remove(0);

@@ -97,7 +97,7 @@ pub(super) struct Model {
 
 impl Model {
     pub async fn open(stored: &Stored) -> Result<Self> {
-        let config = ModelConfig::parse(stored.checkpoint.config())?;
+        let config = ModelConfig::of(&stored.checkpoint)?;
         let source = stored.checkpoint.source().as_ref();
         let settings = GenerationSettings::load(source, &config).await?;
         let text = Rc::new(ModelText::load(source, config.vocab_size).await?);

@@ -32,7 +32,7 @@ pub async fn run(args: Args) -> Result<()> {
     }
     let stored = open::model(&args.dir).await?;
     let checkpoint = &stored.checkpoint;
-    let config = ModelConfig::parse(checkpoint.config())?;
+    let config = ModelConfig::of(checkpoint)?;
     let mut dtypes: BTreeMap<&str, (usize, u64)> = BTreeMap::new();
     for tensor in checkpoint.tensors() {
         let entry = dtypes.entry(tensor.dtype.name()).or_default();

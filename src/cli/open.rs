@@ -63,7 +63,7 @@ pub async fn calibration(stored: &Stored, args: &CalibrationArgs) -> Result<Segm
              --preset rtn needs none",
         ));
     }
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
     calibration_segments(&text, &texts(&args.files)?, &args.segments())
 }

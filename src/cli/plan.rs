@@ -49,7 +49,7 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
     let output = output.output()?;
     let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let device = open::device(device).await?;
     let mut options = PlanOptions {
         scheme,

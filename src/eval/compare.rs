@@ -43,7 +43,7 @@ pub async fn compare(
     mut progress: impl AsyncFnMut(usize, usize) -> bool,
 ) -> Result<Comparison> {
     let begun = web_time::Instant::now();
-    let vocab = |model: &Stored| Ok::<_, Error>(ModelConfig::parse(model.checkpoint.config())?.vocab_size);
+    let vocab = |model: &Stored| Ok::<_, Error>(ModelConfig::of(&model.checkpoint)?.vocab_size);
     let (of_a, of_b) = (vocab(a)?, vocab(b)?);
     if of_a != of_b {
         return Err(Error::model(

@@ -33,7 +33,7 @@ pub struct Continuations {
 pub fn check_context(models: [&Stored; 2], [prompt_tokens, tokens]: [usize; 2]) -> Result<usize> {
     let context = prompt_tokens + tokens;
     for stored in models {
-        let positions = ModelConfig::parse(stored.checkpoint.config())?.max_position_embeddings;
+        let positions = ModelConfig::of(&stored.checkpoint)?.max_position_embeddings;
         if context > positions {
             return Err(Error::options(
                 format!("{context} tokens are more than the model's {positions}"),
@@ -64,7 +64,7 @@ pub async fn continuations(
     let context = check_context(models, [prompt_tokens, tokens])?;
     let mut texts = [vec![], vec![]];
     for (model, stored) in models.iter().enumerate() {
-        let vocab = ModelConfig::parse(stored.checkpoint.config())?.vocab_size;
+        let vocab = ModelConfig::of(&stored.checkpoint)?.vocab_size;
         let text = Rc::new(ModelText::new(None, None, vocab, &stored.checkpoint.source().describe()));
         let (done, all) = (model * rows.len(), models.len() * rows.len());
         let loading = async |_, _| progress(done, all).await;

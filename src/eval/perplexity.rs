@@ -48,7 +48,7 @@ async fn in_parts(
     mut progress: impl AsyncFnMut(usize, usize) -> bool,
 ) -> Result<Perplexity> {
     let begun = web_time::Instant::now();
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
     let parts = parts(&segments.rows, longest, config.hidden_size, stream_bytes);
     let mut sums = Vec::with_capacity(segments.rows.len());

@@ -43,10 +43,8 @@ pub async fn places(
     device: &Device,
     progress: &mut impl AsyncFnMut(usize, usize) -> bool,
 ) -> Result<Places> {
-    let configs = models
-        .iter()
-        .map(|model| ModelConfig::parse(model.checkpoint.config()))
-        .collect::<Result<Vec<_>>>()?;
+    let configs =
+        models.iter().map(|model| ModelConfig::of(&model.checkpoint)).collect::<Result<Vec<_>>>()?;
     let longest = rows.iter().map(|row| row.ids.len()).max().unwrap_or(0);
     let hidden = configs.iter().map(|config| config.hidden_size).sum();
     let parts = parts(rows, longest, hidden, STREAM_BYTES);

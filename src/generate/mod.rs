@@ -139,7 +139,7 @@ impl Generator {
         context: usize,
         progress: impl AsyncFnMut(usize, usize) -> bool,
     ) -> Result<Self> {
-        let config = ModelConfig::parse(stored.checkpoint.config())?;
+        let config = ModelConfig::of(&stored.checkpoint)?;
         let source = stored.checkpoint.source();
         let settings = GenerationSettings::load(source.as_ref(), &config).await?;
         let options =
@@ -221,7 +221,7 @@ impl Generator {
             if self.decoder.len() == context {
                 break Finish::Context;
             }
-            let logits = self.decoder.step(next)?;
+            let logits = self.decoder.step(next).await?;
             self.read.push(next);
             let id = sampler.choose(logits).await?;
             match first {

@@ -9,6 +9,7 @@ use std::borrow::Cow;
 
 use half::slice::HalfFloatSliceExt;
 
+use super::activation::soft_cap;
 use super::attention_row;
 use super::matmul::{Product, Strided, Values, matmul};
 use super::parallel::for_chunks;
@@ -28,6 +29,8 @@ pub struct Attention {
     pub scale: f32,
     /// How many keys a query sees at most, itself included; `None` for all before it.
     pub window: Option<usize>,
+    /// c where scores s count as c · tanh(s / c).
+    pub soft_cap: Option<f32>,
 }
 
 impl Attention {
@@ -187,7 +190,7 @@ fn cpu(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, exte
 /// All heads of the queries at positions `first..` of one sequence, as many as `out` has rows. The query
 /// heads that share a key head are stacked into one product.
 fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, first: usize) {
-    let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
+    let Attention { heads, kv_heads, head_dim, scale, window, soft_cap: cap } = *shape;
     let (width, kv_width, sharing) = (heads * head_dim, kv_heads * head_dim, heads / kv_heads);
     let rows = out.len() / width;
     // The keys that some row of the tile sees.
@@ -223,6 +226,9 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             let begin = window.map_or(0, |window| end.saturating_sub(window));
             scores[..begin].fill(0.0);
             scores[end..].fill(0.0);
+            if let Some(cap) = cap {
+                soft_cap(&mut scores[begin..end], cap);
+            }
             *sum = softmax_numerators(&mut scores[begin..end]);
         }
         let mixed = Product {
@@ -275,6 +281,7 @@ mod gpu {
         first_sequence: u32,
         window: u32,
         scale: f32,
+        soft_cap: f32,
     }
 
     const ATTENTION: Kernel = Kernel {
@@ -321,6 +328,7 @@ mod gpu {
                     first_sequence: first_sequence as u32,
                     window: window as u32,
                     scale: shape.scale,
+                    soft_cap: shape.soft_cap.unwrap_or(1.0),
                 };
                 let count = together.min(sequences - first_sequence);
                 let part = tile_step.min(tiles - first_tile);
@@ -328,6 +336,7 @@ mod gpu {
                     &ATTENTION,
                     &[
                         ("ELEM", k.elem().shader_constant()),
+                        ("CAPPED", u8::from(shape.soft_cap.is_some()).into()),
                         ("PARTS", parts as f64),
                         ("GROUPS", groups as f64),
                         ("KEYS", keys as f64),
@@ -350,7 +359,7 @@ mod tests {
 
     /// The definition in f64.
     fn naive(q: &[f32], k: &[f32], v: &[f32], shape: &Attention, seq_len: usize) -> Vec<f32> {
-        let Attention { heads, kv_heads, head_dim, scale, window } = *shape;
+        let Attention { heads, kv_heads, head_dim, scale, window, soft_cap } = *shape;
         let tokens = q.len() / (heads * head_dim);
         let mut out = vec![0f32; q.len()];
         for token in 0..tokens {
@@ -367,7 +376,8 @@ mod tests {
                         let score: f64 = (0..head_dim)
                             .map(|d| at(q, token, heads, head, d) * at(k, first + j, kv_heads, kv, d))
                             .sum();
-                        (score * f64::from(scale)).exp()
+                        let score = score * f64::from(scale);
+                        soft_cap.map_or(score, |c| f64::from(c) * (score / f64::from(c)).tanh()).exp()
                     })
                     .collect();
                 let total: f64 = weights.iter().sum();
@@ -391,8 +401,14 @@ mod tests {
             (2, 1, 128, 70, Some(1)),
             (1, 1, 256, 33, None),
         ] {
-            let shape =
-                Attention { heads, kv_heads, head_dim, scale: 3.0 / (head_dim as f32).sqrt(), window };
+            let shape = Attention {
+                heads,
+                kv_heads,
+                head_dim,
+                scale: 3.0 / (head_dim as f32).sqrt(),
+                window,
+                soft_cap: window.map(|_| 2.5),
+            };
             let tokens = 2 * seq_len;
             let q = noise(tokens * heads * head_dim, 1);
             let k = noise(tokens * kv_heads * head_dim, 2);
@@ -427,7 +443,8 @@ mod tests {
     fn tiles_of_the_size_that_hardware_gets_agree_with_the_cpu_twin() {
         let Some(device) = test_gpu() else { return };
         let Device::Gpu(gpu) = &device else { return };
-        let shape = Attention { heads: 2, kv_heads: 1, head_dim: 32, scale: 0.5, window: Some(90) };
+        let shape =
+            Attention { heads: 2, kv_heads: 1, head_dim: 32, scale: 0.5, window: Some(90), soft_cap: None };
         let make = |device: &Device, heads: usize, seed| {
             Tensor::from_f32(device, &[300, heads * 32], noise(300 * heads * 32, seed)).unwrap()
         };
@@ -443,7 +460,8 @@ mod tests {
 
     #[test]
     fn an_infinite_activation_does_not_pass_unnoticed() {
-        let shape = Attention { heads: 1, kv_heads: 1, head_dim: 16, scale: 1.0, window: None };
+        let shape =
+            Attention { heads: 1, kv_heads: 1, head_dim: 16, scale: 1.0, window: None, soft_cap: None };
         let mut values = noise(4 * 16, 1);
         values[16] = f32::NAN;
         let x = Tensor::from_f32(&Device::Cpu, &[4, 16], values).unwrap();

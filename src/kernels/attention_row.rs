@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use half::f16;
 
+use super::activation::soft_cap;
 use super::attention::Attention;
 use super::parallel::for_chunks;
 use super::simd::{exp, exp_and_sum, largest, multiversion};
@@ -149,7 +150,7 @@ impl<T> Keys<'_, T> {
 }
 
 fn mix_of<T: Stored>(found: &mut [f32], q: &[f32], k: &[T], v: &[T], shape: &Attention, keys: Range<usize>) {
-    let Attention { heads, kv_heads, head_dim, scale, .. } = *shape;
+    let Attention { heads, kv_heads, head_dim, scale, soft_cap: cap, .. } = *shape;
     let (sharing, stride, step) = (heads / kv_heads, kv_heads * head_dim, head_dim + 2);
     let count = keys.len();
     let mut scores = vec![0f32; sharing * count];
@@ -160,17 +161,20 @@ fn mix_of<T: Stored>(found: &mut [f32], q: &[f32], k: &[T], v: &[T], shape: &Att
         let found = &mut found[kv_head * sharing * step..][..sharing * step];
         T::scores(&mut scores, q, of(k));
         for (scores, found) in scores.chunks_exact_mut(count).zip(found.chunks_exact_mut(step)) {
-            (found[head_dim], found[head_dim + 1]) = weigh(scores, scale);
+            (found[head_dim], found[head_dim + 1]) = weigh(scores, scale, cap);
         }
         T::mixes(found, step, &scores, of(v));
     }
 }
 
 multiversion! {
-    /// Replaces scores by exp(scale · (score − largest)), and gives the largest scaled score and the sum.
-    fn weigh(scores: &mut [f32], scale: f32) -> (f32, f32) {
+    /// Scales and caps scores, replaces them by exp(score − largest), and gives the largest scaled score and the sum.
+    fn weigh(scores: &mut [f32], scale: f32, cap: Option<f32>) -> (f32, f32) {
         for score in scores.iter_mut() {
             *score *= scale;
+        }
+        if let Some(cap) = cap {
+            soft_cap(scores, cap);
         }
         let most = largest(scores, |x| x);
         (most, exp_and_sum(scores, most))
@@ -343,6 +347,7 @@ mod gpu {
         start: u32,
         window: u32,
         scale: f32,
+        soft_cap: f32,
     }
 
     const ATTENTION_ROW: Kernel = Kernel {
@@ -373,10 +378,15 @@ mod gpu {
             start: (len - tokens) as u32,
             window: shape.window.map_or(len, |window| window.min(len)) as u32,
             scale: shape.scale,
+            soft_cap: shape.soft_cap.unwrap_or(1.0),
         };
         gpu.dispatch(
             &ATTENTION_ROW,
-            &[("ELEM", k.elem().shader_constant()), ("THREADS", threads as f64)],
+            &[
+                ("ELEM", k.elem().shader_constant()),
+                ("THREADS", threads as f64),
+                ("CAPPED", u8::from(shape.soft_cap.is_some()).into()),
+            ],
             &[q.gpu()?, k.gpu()?, v.gpu()?, out.gpu()?],
             bytemuck::bytes_of(&params),
             [shape.heads as u32, tokens as u32, 1],
@@ -427,7 +437,8 @@ mod tests {
             (3, 1, 80, 60, 60, None),
         ] {
             let scale = 3.0 / (head_dim as f32).sqrt();
-            let shape = Attention { heads, kv_heads, head_dim, scale, window };
+            let soft_cap = window.map(|_| 2.5);
+            let shape = Attention { heads, kv_heads, head_dim, scale, window, soft_cap };
             let q = noise(len * heads * head_dim, 1);
             let exact = |seed| -> Vec<f32> {
                 // Numbers that f16 holds, so that both kinds of cache mean the same.
@@ -503,7 +514,8 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused() {
         let cpu = &Device::Cpu;
-        let shape = Attention { heads: 2, kv_heads: 1, head_dim: 16, scale: 1.0, window: None };
+        let shape =
+            Attention { heads: 2, kv_heads: 1, head_dim: 16, scale: 1.0, window: None, soft_cap: None };
         let q = Tensor::zeros(cpu, Elem::F32, &[2, 32]).unwrap();
         let kv = Tensor::zeros(cpu, Elem::F32, &[8, 16]).unwrap();
         let mut out = Tensor::zeros(cpu, Elem::F32, &[2, 32]).unwrap();

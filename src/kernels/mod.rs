@@ -3,6 +3,7 @@
 //!
 //! The CPU twin is the reference that the kernel is tested against, and a backend of its own.
 
+pub mod activation;
 pub mod add;
 pub mod append;
 pub mod attention;
@@ -18,6 +19,8 @@ pub mod embedding;
 pub mod gemm;
 pub mod gemv;
 pub mod input;
+pub mod keep;
+pub mod layernorm;
 pub mod matmul;
 pub mod norm;
 mod parallel;
@@ -29,6 +32,7 @@ pub mod registry;
 pub mod rmsnorm;
 pub mod rope;
 pub mod scales;
+pub mod scatter;
 pub mod selftest;
 mod simd;
 mod sums;

@@ -5,10 +5,12 @@
 //! The tests below then compare bindings and layouts, and fail for a shader that is in no list.
 
 use super::{
-    add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant, divergence,
-    embedding, gemm, gemv,
+    activation, add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant,
+    divergence, embedding, gemm, gemv, keep, layernorm,
 };
-use super::{norm, peak, penalize, qmatmul, refit, rmsnorm, rope, scales, sweep, swiglu, symmetric, topk};
+use super::{
+    norm, peak, penalize, qmatmul, refit, rmsnorm, rope, scales, scatter, sweep, swiglu, symmetric, topk,
+};
 use crate::device::Kernel;
 
 /// A kernel and the size in bytes of the `Params` that its dispatches pass.
@@ -17,6 +19,7 @@ pub type Registered = (&'static Kernel, usize);
 /// Every kernel there is.
 pub fn registry() -> Vec<Registered> {
     [
+        activation::KERNELS,
         add::KERNELS,
         append::KERNELS,
         attention::KERNELS,
@@ -30,6 +33,8 @@ pub fn registry() -> Vec<Registered> {
         embedding::KERNELS,
         gemm::KERNELS,
         gemv::KERNELS,
+        keep::KERNELS,
+        layernorm::KERNELS,
         norm::KERNELS,
         peak::KERNELS,
         penalize::KERNELS,
@@ -38,6 +43,7 @@ pub fn registry() -> Vec<Registered> {
         rmsnorm::KERNELS,
         rope::KERNELS,
         scales::KERNELS,
+        scatter::KERNELS,
         sweep::KERNELS,
         swiglu::KERNELS,
         symmetric::KERNELS,

@@ -19,13 +19,15 @@ pub struct RopeTable {
 
 impl RopeTable {
     /// Computed in f64 from `inv_freq` (radians per position, head_dim/2 of them); `magnitude`
-    /// multiplies every entry (the attention factor of YaRN, else 1).
+    /// multiplies every entry (the attention factor of YaRN, else 1). A frequency of 0 leaves its pair as it is.
     pub fn new(device: &Device, inv_freq: &[f64], magnitude: f64, positions: usize) -> Result<Self> {
         let mut table = Vec::with_capacity(positions * inv_freq.len() * 2);
         for position in 0..positions {
-            let angles = inv_freq.iter().map(|freq| position as f64 * freq);
-            table.extend(angles.clone().map(|angle| (angle.cos() * magnitude) as f32));
-            table.extend(angles.map(|angle| (angle.sin() * magnitude) as f32));
+            let angles = inv_freq
+                .iter()
+                .map(|freq| (position as f64 * freq, if *freq == 0.0 { 1.0 } else { magnitude }));
+            table.extend(angles.clone().map(|(angle, by)| (angle.cos() * by) as f32));
+            table.extend(angles.map(|(angle, by)| (angle.sin() * by) as f32));
         }
         Ok(Self { table: Tensor::from_f32(device, &[positions, inv_freq.len() * 2], table)? })
     }

@@ -7,15 +7,57 @@
 //! which sections a family's blocks have.
 
 use super::config::ModelConfig;
+use super::norm::NormKind;
 
 /// Names of the tensors outside blocks, and where blocks lie; all without `.weight`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Names {
+    /// Of all but the head.
+    pub prefix: String,
     pub embedding: String,
+    /// A table of learned positions.
+    pub positions: Option<String>,
     /// `<blocks>.<number>.` begins every tensor of a block.
     pub blocks: String,
     pub final_norm: String,
     pub head: String,
+}
+
+impl Names {
+    /// With the head called lm_head.
+    pub fn new(prefix: &str, embedding: &str, blocks: &str, final_norm: &str) -> Self {
+        let name = |part: &str| format!("{prefix}{part}");
+        Self {
+            prefix: prefix.to_owned(),
+            embedding: name(embedding),
+            positions: None,
+            blocks: name(blocks),
+            final_norm: name(final_norm),
+            head: LM_HEAD_MODULE.to_owned(),
+        }
+    }
+
+    /// With a table of positions.
+    pub fn with_positions(self, name: &str) -> Self {
+        Self { positions: Some(format!("{}{name}", self.prefix)), ..self }
+    }
+
+    /// The same under another prefix.
+    pub fn under(&self, prefix: &str) -> Self {
+        let moved = |name: &String| format!("{prefix}{}", name.strip_prefix(&self.prefix).unwrap_or(name));
+        Self {
+            prefix: prefix.to_owned(),
+            embedding: moved(&self.embedding),
+            positions: self.positions.as_ref().map(moved),
+            blocks: moved(&self.blocks),
+            final_norm: moved(&self.final_norm),
+            // Where the text's model is a whole one, with a head of its own.
+            head: match prefix {
+                "language_model.model." => format!("language_model.{}", self.head),
+                _ => self.head.clone(),
+            },
+        }
+    }
 }
 
 /// One linear layer of a block.
@@ -28,6 +70,18 @@ pub struct LinearSpec {
     pub in_features: usize,
     pub out_features: usize,
     pub bias: bool,
+    /// Stored as [in, out].
+    pub transposed: bool,
+}
+
+impl LinearSpec {
+    /// The shape of its weight as it is stored.
+    pub fn stored_shape(&self) -> [usize; 2] {
+        match self.transposed {
+            true => [self.in_features, self.out_features],
+            false => [self.out_features, self.in_features],
+        }
+    }
 }
 
 /// Linear layers that see the same input: they share one Hessian and one factor. Serving engines make
@@ -48,6 +102,8 @@ pub struct BlockSpec {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Section {
     pub branches: Vec<Branch>,
+    /// The name of a norm that the sum passes first.
+    pub post_norm: Option<String>,
 }
 
 /// A norm, a stage, [what lies between](Kind), and another stage.
@@ -66,6 +122,8 @@ pub enum Kind {
     Attention { qkv: Qkv, head_norms: Option<[String; 2]> },
     /// act(gate) · up of the first stage's two layers, or of the halves of its one.
     Gated,
+    /// act of the first stage's layer.
+    Plain,
 }
 
 /// How queries, keys and values come out of their stage.
@@ -75,6 +133,8 @@ pub enum Qkv {
     Apart,
     /// One layer: all queries, then all keys, then all values.
     Stacked,
+    /// One layer: query, key and value of the first head, then those of the next.
+    ByHead,
 }
 
 impl BlockSpec {
@@ -87,12 +147,15 @@ impl BlockSpec {
         self.sections.iter().flat_map(|section| &section.branches)
     }
 
-    /// Names of the norms before branches, each once.
+    /// Names of the norms over whole rows, each once.
     pub(super) fn norms(&self) -> Vec<&str> {
         let mut names: Vec<&str> = vec![];
-        for branch in self.branches() {
-            if !names.contains(&branch.norm.as_str()) {
-                names.push(&branch.norm);
+        for section in &self.sections {
+            let before = section.branches.iter().map(|branch| &branch.norm);
+            for name in before.chain(&section.post_norm) {
+                if !names.contains(&name.as_str()) {
+                    names.push(name);
+                }
             }
         }
         names
@@ -102,7 +165,7 @@ impl BlockSpec {
     pub(super) fn head_norms(&self) -> Vec<&str> {
         let norms = self.branches().filter_map(|branch| match &branch.kind {
             Kind::Attention { head_norms, .. } => head_norms.as_ref(),
-            Kind::Gated => None,
+            Kind::Gated | Kind::Plain => None,
         });
         norms.flatten().map(String::as_str).collect()
     }
@@ -127,6 +190,7 @@ pub fn head_stage(config: &ModelConfig) -> Stage {
         in_features: config.hidden_size,
         out_features: config.vocab_size,
         bias: false,
+        transposed: false,
     };
     Stage { name: LM_HEAD_MODULE, linears: vec![spec] }
 }
@@ -148,19 +212,31 @@ pub fn weight(module: &str) -> String {
 /// Every tensor of a dense checkpoint of this model, with its shape.
 pub fn expected_tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
     let table = vec![config.vocab_size, config.hidden_size];
+    let norm = |tensors: &mut Vec<_>, name: &str| {
+        tensors.push((weight(name), vec![config.hidden_size]));
+        if config.norm == NormKind::Layer {
+            tensors.push((format!("{name}.bias"), vec![config.hidden_size]));
+        }
+    };
     let mut tensors = vec![(weight(&config.names.embedding), table.clone())];
+    if let Some(name) = &config.names.positions {
+        let rows = config.max_position_embeddings + config.positions_offset;
+        tensors.push((weight(name), vec![rows, config.hidden_size]));
+    }
     for layer in 0..config.layers {
         let block = block(config, layer);
-        tensors.extend(block.norms().into_iter().map(|norm| (weight(norm), vec![config.hidden_size])));
+        for name in block.norms() {
+            norm(&mut tensors, name);
+        }
         tensors.extend(block.head_norms().into_iter().map(|norm| (weight(norm), vec![config.head_dim])));
         for spec in block.stages().flat_map(|stage| &stage.linears) {
             if spec.bias {
                 tensors.push((format!("{}.bias", spec.module), vec![spec.out_features]));
             }
-            tensors.push((weight(&spec.module), vec![spec.out_features, spec.in_features]));
+            tensors.push((weight(&spec.module), spec.stored_shape().to_vec()));
         }
     }
-    tensors.push((weight(&config.names.final_norm), vec![config.hidden_size]));
+    norm(&mut tensors, &config.names.final_norm);
     if !config.tie_word_embeddings {
         tensors.push((weight(&config.names.head), table));
     }

@@ -15,19 +15,23 @@
 use std::collections::HashMap;
 
 use super::arch::{self, BlockSpec, Branch, Kind, LinearSpec, Qkv, Stage};
+use super::cache::KvCache;
 use super::config::ModelConfig;
 use super::linear::Linear;
+use super::norm::Norm;
 use super::rope::RopeTables;
-use super::weights::{Weights, load_f32};
+use super::weights::Weights;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::kernels::activation::{self, Function};
 use crate::kernels::add::add_assign;
-use crate::kernels::attention::{Attention, causal};
+use crate::kernels::append::Rows;
+use crate::kernels::attention::{self, Attention, causal};
 use crate::kernels::columns::gather;
-use crate::kernels::rmsnorm::rmsnorm;
+use crate::kernels::keep::keep;
 use crate::kernels::rope;
 use crate::kernels::swiglu::{swiglu, swiglu_halves};
-use crate::tensor::Tensor;
+use crate::tensor::{Elem, Tensor};
 
 impl Attention {
     /// Of layer `layer`.
@@ -36,8 +40,9 @@ impl Attention {
             heads: config.heads,
             kv_heads: config.kv_heads,
             head_dim: config.head_dim,
-            scale: (1.0 / (config.head_dim as f64).sqrt()) as f32,
+            scale: config.attention_scale,
             window: config.sliding_window.get(layer).copied().flatten(),
+            soft_cap: config.attention_soft_cap,
         }
     }
 }
@@ -65,11 +70,20 @@ impl Flow {
 pub struct Block {
     layer: usize,
     spec: BlockSpec,
-    norms: HashMap<String, Tensor>,
+    norms: HashMap<String, Norm>,
     /// By module.
     linears: HashMap<String, Linear>,
     shape: Attention,
-    eps: f32,
+    rotary_dim: usize,
+    activation: Function,
+}
+
+/// Which tokens a block sees at once.
+pub(super) enum Reading<'a> {
+    /// Whole sequences of this length.
+    Whole(usize),
+    /// The next tokens of one, behind those whose keys and values are in a cache.
+    Next(&'a mut KvCache),
 }
 
 /// Where a stage lies: in which section and branch, and whether it is the branch's second.
@@ -115,8 +129,7 @@ impl Block {
             .chain(spec.head_norms().into_iter().map(|name| (name, config.head_dim)));
         let mut norms = HashMap::new();
         for (name, width) in widths {
-            let values = load_f32(weights, &arch::weight(name), &[width]).await?;
-            norms.insert(name.to_owned(), Tensor::from_f32(device, &[width], values)?);
+            norms.insert(name.to_owned(), Norm::load(config, name, width, weights, device).await?);
         }
         Ok(Self {
             layer,
@@ -124,7 +137,8 @@ impl Block {
             spec,
             linears: HashMap::new(),
             shape: Attention::of(config, layer),
-            eps: config.rms_norm_eps,
+            rotary_dim: config.rotary_dim,
+            activation: config.activation,
         })
     }
 
@@ -139,7 +153,7 @@ impl Block {
         self.linears.get(&spec.module).ok_or_else(absent)
     }
 
-    fn norm(&self, name: &str) -> Result<&Tensor> {
+    fn norm(&self, name: &str) -> Result<&Norm> {
         self.norms.get(name).ok_or_else(|| Error::Internal(format!("{name} is not in its block")))
     }
 
@@ -188,14 +202,14 @@ impl Block {
         rope: &RopeTables,
     ) -> Result<()> {
         if stage != flow.stage {
-            self.step(stage, flow, seq_len, rope)?;
+            self.step(stage, flow, &mut Reading::Whole(seq_len), rope)?;
             flow.inner = None;
         }
         Ok(())
     }
 
     /// The same, but leaves the inputs of the stage before where they serve the next.
-    fn step(&self, stage: usize, flow: &mut Flow, seq_len: usize, rope: &RopeTables) -> Result<()> {
+    fn step(&self, stage: usize, flow: &mut Flow, text: &mut Reading, rope: &RopeTables) -> Result<()> {
         let Some(from) = self.place(flow.stage) else {
             return Err(Error::Internal(format!("block {} has no stage {}", self.layer, flow.stage)));
         };
@@ -203,7 +217,7 @@ impl Block {
             return Err(Error::Internal(format!("from stage {} to stage {stage}", flow.stage)));
         }
         if stage / 2 > flow.stage / 2 {
-            self.close(from, self.place(stage), flow, seq_len, rope)?;
+            self.close(from, self.place(stage), flow, text, rope)?;
         }
         flow.stage = stage;
         Ok(())
@@ -215,7 +229,7 @@ impl Block {
         from: Place,
         to: Option<Place>,
         flow: &mut Flow,
-        seq_len: usize,
+        text: &mut Reading,
         rope: &RopeTables,
     ) -> Result<()> {
         let branch = self.branch(from);
@@ -225,7 +239,7 @@ impl Block {
             Some(x) => x,
             None => {
                 let x = self.first_input(branch, flow)?;
-                self.second_input(branch, &x, seq_len, rope)?
+                self.second_input(branch, &x, text, rope)?
             }
         };
         let [spec] = &branch.stages[1].linears[..] else {
@@ -238,6 +252,9 @@ impl Block {
         if to.is_some_and(|to| to.section == from.section) {
             flow.sum = Some(out);
             return Ok(());
+        }
+        if let Some(norm) = &self.spec.sections[from.section].post_norm {
+            out = self.norm(norm)?.apply(&out)?;
         }
         add_assign(&mut flow.h, &out)
     }
@@ -254,8 +271,18 @@ impl Block {
         seq_len: usize,
         rope: &RopeTables,
     ) -> Result<Tensor> {
+        self.input_of(stage, flow, &mut Reading::Whole(seq_len), rope)
+    }
+
+    fn input_of(
+        &self,
+        stage: usize,
+        flow: &mut Flow,
+        text: &mut Reading,
+        rope: &RopeTables,
+    ) -> Result<Tensor> {
         let before = flow.stage;
-        self.step(stage, flow, seq_len, rope)?;
+        self.step(stage, flow, text, rope)?;
         let Some(place) = self.place(stage) else {
             return Err(Error::Internal(format!("block {} has no stage {stage}", self.layer)));
         };
@@ -266,8 +293,8 @@ impl Block {
         }
         match kept {
             Some(x) if before == stage => Ok(x),
-            Some(x) => self.second_input(branch, &x, seq_len, rope),
-            None => self.second_input(branch, &self.first_input(branch, flow)?, seq_len, rope),
+            Some(x) => self.second_input(branch, &x, text, rope),
+            None => self.second_input(branch, &self.first_input(branch, flow)?, text, rope),
         }
     }
 
@@ -286,58 +313,152 @@ impl Block {
     /// # Errors
     /// As [`Block::advance`].
     pub async fn forward(&self, h: Tensor, seq_len: usize, rope: &RopeTables) -> Result<Tensor> {
+        self.read(h, &mut Reading::Whole(seq_len), rope).await
+    }
+
+    /// The whole block.
+    pub(super) async fn read(&self, h: Tensor, text: &mut Reading<'_>, rope: &RopeTables) -> Result<Tensor> {
         let mut flow = Flow::new(h);
-        for stage in 0..self.stages().count() {
-            let x = self.input(stage, &mut flow, seq_len, rope).await?;
+        let stages = self.stages().count();
+        for stage in 0..stages {
+            let x = self.input_of(stage, &mut flow, text, rope)?;
             flow.inner = Some(x);
         }
-        self.finish(flow, seq_len, rope).await
+        self.step(stages, &mut flow, text, rope)?;
+        Ok(flow.h)
+    }
+
+    /// Bytes of the linear layers.
+    pub(super) fn bytes(&self) -> u64 {
+        self.linears.values().map(Linear::bytes).sum()
     }
 
     /// The inputs of a branch's first stage.
     fn first_input(&self, branch: &Branch, flow: &Flow) -> Result<Tensor> {
-        rmsnorm(&flow.h, self.norm(&branch.norm)?, self.eps)
+        self.norm(&branch.norm)?.apply(&flow.h)
     }
 
     /// The inputs of its second stage, from those of its first.
-    fn second_input(&self, branch: &Branch, x: &Tensor, seq_len: usize, rope: &RopeTables) -> Result<Tensor> {
+    fn second_input(
+        &self,
+        branch: &Branch,
+        x: &Tensor,
+        text: &mut Reading,
+        rope: &RopeTables,
+    ) -> Result<Tensor> {
         let linears = &branch.stages[0].linears;
-        match &branch.kind {
-            Kind::Attention { qkv, head_norms } => {
+        match (&branch.kind, &linears[..]) {
+            (Kind::Attention { qkv, head_norms }, _) => {
                 let [mut q, mut k, v] = self.heads(*qkv, linears, x)?;
                 if let Some([q_norm, k_norm]) = head_norms {
-                    q = rmsnorm(&q, self.norm(q_norm)?, self.eps)?;
-                    k = rmsnorm(&k, self.norm(k_norm)?, self.eps)?;
+                    q = self.norm(q_norm)?.apply(&q)?;
+                    k = self.norm(k_norm)?.apply(&k)?;
                 }
-                rope::apply(&mut q, rope.of(self.layer), seq_len, 0)?;
-                rope::apply(&mut k, rope.of(self.layer), seq_len, 0)?;
-                causal(&q, &k, &v, &self.shape, seq_len)
+                let (seq_len, start) = match text {
+                    Reading::Whole(seq_len) => (*seq_len, 0),
+                    Reading::Next(cache) => (x.rows(), cache.len()),
+                };
+                if let Some(table) = rope.of(self.layer) {
+                    rope::apply(&mut q, table, seq_len, start)?;
+                    rope::apply(&mut k, table, seq_len, start)?;
+                }
+                match text {
+                    Reading::Whole(_) => causal(&q, &k, &v, &self.shape, seq_len),
+                    Reading::Next(cache) => self.over_cache(&q, &k, &v, cache),
+                }
             }
-            Kind::Gated => match &linears[..] {
-                [gate, up] => swiglu(self.linear(gate)?.forward(x)?, &self.linear(up)?.forward(x)?),
-                [gate_up] => swiglu_halves(&self.linear(gate_up)?.forward(x)?),
-                _ => Err(Error::Internal("a gated branch has one layer or two".into())),
-            },
+            (Kind::Gated, [gate, up]) => {
+                let (gate, up) = (self.linear(gate)?.forward(x)?, self.linear(up)?.forward(x)?);
+                self.gated(gate, &up)
+            }
+            (Kind::Gated, [gate_up]) => {
+                let both = self.linear(gate_up)?.forward(x)?;
+                if self.activation == Function::Silu {
+                    return swiglu_halves(&both);
+                }
+                let half = both.cols() / 2;
+                self.gated(columns(&both, 0..half)?, &columns(&both, half..2 * half)?)
+            }
+            (Kind::Plain, [up]) => {
+                let mut inner = self.linear(up)?.forward(x)?;
+                activation::apply(&mut inner, self.activation, None)?;
+                Ok(inner)
+            }
+            _ => Err(Error::Internal(format!("{} layers before {:?}", linears.len(), branch.kind))),
         }
     }
 
-    /// q, k and v of an input.
-    fn heads(&self, qkv: Qkv, linears: &[LinearSpec], x: &Tensor) -> Result<[Tensor; 3]> {
-        match (qkv, linears) {
-            (Qkv::Apart, [q, k, v]) => {
-                Ok([self.linear(q)?.forward(x)?, self.linear(k)?.forward(x)?, self.linear(v)?.forward(x)?])
-            }
-            (Qkv::Stacked, [qkv]) => {
-                let all = self.linear(qkv)?.forward(x)?;
-                let (q, kv) =
-                    (self.shape.heads * self.shape.head_dim, self.shape.kv_heads * self.shape.head_dim);
-                let part = |from: usize, to: usize| {
-                    let columns = (from as u32..to as u32).collect();
-                    gather(&all, &Tensor::from_u32(all.device(), &[to - from], columns)?)
-                };
-                Ok([part(0, q)?, part(q, q + kv)?, part(q + kv, q + 2 * kv)?])
-            }
-            _ => Err(Error::Internal("q, k and v are three layers or one".into())),
+    /// act(gate) · up
+    fn gated(&self, mut gate: Tensor, up: &Tensor) -> Result<Tensor> {
+        if self.activation == Function::Silu {
+            return swiglu(gate, up);
         }
+        activation::apply(&mut gate, self.activation, Some(up))?;
+        Ok(gate)
     }
+
+    /// Keeps keys and values, and attends to all there are.
+    fn over_cache(&self, q: &Tensor, k: &Tensor, v: &Tensor, cache: &mut KvCache) -> Result<Tensor> {
+        let (start, mut out) = (cache.len(), Tensor::uninit(q.device(), Elem::F32, q.shape())?);
+        let Rows { keys, values } = cache.rows(self.layer);
+        keep(keys, k, start)?;
+        keep(values, v, start)?;
+        let [keys, values] = cache.layer(self.layer);
+        attention::cached(&mut out, q, keys, values, &self.shape, start + q.rows())?;
+        Ok(out)
+    }
+
+    /// q, k and v of an input, the dimensions of each head of q and k as [`Block::turning`] has them.
+    fn heads(&self, qkv: Qkv, linears: &[LinearSpec], x: &Tensor) -> Result<[Tensor; 3]> {
+        let Attention { heads, kv_heads, head_dim, .. } = self.shape;
+        if let (Qkv::Apart, [q, k, v]) = (qkv, linears) {
+            let [q, k, v] = [self.linear(q)?, self.linear(k)?, self.linear(v)?].map(|l| l.forward(x));
+            let (q, k, v) = (q?, k?, v?);
+            return match self.turning() {
+                None => Ok([q, k, v]),
+                Some(_) => Ok([self.head(&q, heads, 0, head_dim)?, self.head(&k, kv_heads, 0, head_dim)?, v]),
+            };
+        }
+        let [spec] = linears else {
+            return Err(Error::Internal("q, k and v are three layers or one".into()));
+        };
+        let all = self.linear(spec)?.forward(x)?;
+        if qkv == Qkv::ByHead {
+            let v = (0..heads).flat_map(|h| (0..head_dim).map(move |d| (3 * h + 2) * head_dim + d));
+            return Ok([
+                self.head(&all, heads, 0, 3 * head_dim)?,
+                self.head(&all, heads, head_dim, 3 * head_dim)?,
+                columns(&all, v)?,
+            ]);
+        }
+        let (q, kv) = (heads * head_dim, kv_heads * head_dim);
+        Ok([
+            self.head(&all, heads, 0, head_dim)?,
+            self.head(&all, kv_heads, q, head_dim)?,
+            columns(&all, q + kv..q + 2 * kv)?,
+        ])
+    }
+
+    /// Heads that begin at column `first`, `stride` apart, in the order that rope wants.
+    fn head(&self, x: &Tensor, heads: usize, first: usize, stride: usize) -> Result<Tensor> {
+        let order = self.turning().unwrap_or_else(|| (0..self.shape.head_dim).collect());
+        columns(x, (0..heads).flat_map(|head| order.iter().map(move |d| first + head * stride + d)))
+    }
+
+    /// Where a head turns in part, the order of dimensions in which its pairs lie half a head apart, as the
+    /// kernel turns them: scores do not change when queries and keys are reordered alike.
+    fn turning(&self) -> Option<Vec<usize>> {
+        let (d, r) = (self.shape.head_dim, self.rotary_dim);
+        if r == d {
+            return None;
+        }
+        let rest = (d - r) / 2;
+        Some((0..r / 2).chain(r..r + rest).chain(r / 2..r).chain(r + rest..d).collect())
+    }
+}
+
+/// Some columns of a tensor.
+fn columns(x: &Tensor, which: impl IntoIterator<Item = usize>) -> Result<Tensor> {
+    let which: Vec<u32> = which.into_iter().map(|column| column as u32).collect();
+    gather(x, &Tensor::from_u32(x.device(), &[which.len()], which)?)
 }

@@ -2,11 +2,14 @@
 
 use serde_json::{Map, Value};
 
-use super::arch::Names;
+use super::arch::{Names, weight};
 use super::family::Family;
+use super::norm::NormKind;
 use super::rope::{Rope, RopeTables};
+use crate::checkpoint::Checkpoint;
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::kernels::activation::Function;
 
 /// What the messages call the file.
 pub(super) const PLACE: &str = "config.json";
@@ -25,9 +28,26 @@ pub struct ModelConfig {
     pub kv_heads: usize,
     /// Need not be hidden_size / heads.
     pub head_dim: usize,
-    pub rms_norm_eps: f32,
-    /// Of each layer.
-    pub rope: Vec<Rope>,
+    pub norm: NormKind,
+    pub norm_eps: f32,
+    pub activation: Function,
+    /// Of each layer; `None` where positions are learned instead.
+    pub rope: Option<Vec<Rope>>,
+    /// Dimensions of a head that rotary embedding turns: the first ones.
+    pub rotary_dim: usize,
+    /// Rows before that of position 0, in a table of learned positions.
+    pub positions_offset: usize,
+    /// Multiplies embeddings.
+    pub embedding_scale: f32,
+    /// Multiplies the scores of attention.
+    pub attention_scale: f32,
+    /// c where scores of attention, or logits, s count as c · tanh(s / c).
+    pub attention_soft_cap: Option<f32>,
+    pub logit_soft_cap: Option<f32>,
+    /// Attention and MLP read the same stream, where a family has both kinds.
+    pub parallel: bool,
+    /// Linear layers are stored as [in, out], as those of GPT-2 are.
+    pub transposed: bool,
     /// For each layer, how many tokens a token sees, itself included; `None` for all before it.
     pub sliding_window: Vec<Option<usize>>,
     /// The head's weight is the embedding table.
@@ -52,7 +72,12 @@ impl ModelConfig {
     /// # Errors
     /// Those of the device.
     pub fn rope_tables(&self, device: &Device, positions: usize) -> Result<RopeTables> {
-        RopeTables::new(&self.rope, self.head_dim, device, positions)
+        RopeTables::new(
+            self.rope.as_deref().unwrap_or(&[]),
+            [self.head_dim, self.rotary_dim],
+            device,
+            positions,
+        )
     }
 
     /// Reads the content of `config.json`, as Transformers 4 or 5 writes it.
@@ -63,8 +88,38 @@ impl ModelConfig {
     pub fn parse(config: &Value) -> Result<Self> {
         let keys = Keys::of(config)?;
         let model_type = keys.string("model_type")?.ok_or_else(|| missing("model_type"))?;
+        // A model of text and pictures keeps what is said of its text apart.
+        if let Some(text) = keys.get("text_config") {
+            let mut inner = Keys::of(text)?.0.clone();
+            for key in ["tie_word_embeddings", "bos_token_id", "eos_token_id"] {
+                if let Some(value) = keys.get(key).filter(|_| !inner.contains_key(key)) {
+                    inner.insert(key.to_owned(), value.clone());
+                }
+            }
+            let model_type = Keys(&inner).string("model_type")?.unwrap_or(model_type);
+            let family = Family::find(model_type)?;
+            return (family.configure)(family, &Keys(&inner));
+        }
         let family = Family::find(model_type)?;
         (family.configure)(family, &keys)
+    }
+
+    /// That of a checkpoint, whose tensors may lie under another prefix than the family's usual one.
+    ///
+    /// # Errors
+    /// As [`ModelConfig::parse`].
+    pub fn of(checkpoint: &Checkpoint) -> Result<Self> {
+        let mut config = Self::parse(checkpoint.config())?;
+        let usual = config.names.prefix.clone();
+        let prefixes = [usual.as_str(), "model.language_model.", "language_model.model.", "model.", ""];
+        for prefix in prefixes {
+            let names = config.names.under(prefix);
+            if checkpoint.info(&weight(&names.embedding)).is_some() {
+                config.names = names;
+                break;
+            }
+        }
+        Ok(config)
     }
 
     /// What most families have in common: Llama's keys, names and defaults.
@@ -80,13 +135,23 @@ impl ModelConfig {
                 ));
             }
         }
-        let activation = keys.string("hidden_act")?.unwrap_or("silu");
-        if !["silu", "swish"].contains(&activation) {
-            return Err(Error::unsupported(
-                format!("the activation \"{activation}\" is not supported"),
-                "Supported is silu",
-            ));
+        let mut activation = defaults.activation;
+        // The newest key of those that Transformers has had counts.
+        for key in ["hidden_act", "activation_function", "hidden_activation"] {
+            activation = keys.string(key)?.unwrap_or(activation);
         }
+        let activation = match activation {
+            "silu" | "swish" => Function::Silu,
+            "gelu" => Function::Gelu,
+            "gelu_new" | "gelu_fast" | "gelu_pytorch_tanh" => Function::GeluTanh,
+            "relu" => Function::Relu,
+            other => {
+                return Err(Error::unsupported(
+                    format!("the activation \"{other}\" is not supported"),
+                    "Supported are silu, gelu, gelu_new, gelu_pytorch_tanh, relu",
+                ));
+            }
+        };
 
         let hidden_size = keys.positive("hidden_size")?;
         let layers = keys.positive("num_hidden_layers")?;
@@ -120,23 +185,26 @@ impl ModelConfig {
         if head_dim % 2 != 0 {
             return Err(wrong("head_dim", format!("{head_dim} is odd, so rotary embedding has no pairs")));
         }
-        if keys.float("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
+        let share = Rope::share(keys)?.unwrap_or(defaults.rotary_share.unwrap_or(1.0));
+        let rotary_dim = (head_dim as f64 * share) as usize;
+        if share != 1.0 && defaults.rotary_share.is_none() {
             return Err(partial_rotary());
         }
-        let max_position_embeddings = keys.positive("max_position_embeddings")?;
-        let rms_norm_eps = keys.float("rms_norm_eps")?.unwrap_or(1e-6);
-        if !(rms_norm_eps > 0.0 && rms_norm_eps < 1.0) {
-            return Err(wrong("rms_norm_eps", format!("{rms_norm_eps} is not a small positive number")));
+        if rotary_dim == 0 || rotary_dim > head_dim || rotary_dim % 2 != 0 {
+            return Err(wrong(
+                "partial_rotary_factor",
+                format!("{share} of heads of {head_dim} is not a whole number of pairs"),
+            ));
         }
-        let name = |part: &str| format!("model.{part}");
+        let max_position_embeddings = keys.positive("max_position_embeddings")?;
+        let eps_key = defaults.norm_eps.0;
+        let norm_eps = keys.float(eps_key)?.unwrap_or(defaults.norm_eps.1);
+        if !(norm_eps > 0.0 && norm_eps < 1.0) {
+            return Err(wrong(eps_key, format!("{norm_eps} is not a small positive number")));
+        }
         Ok(Self {
             family,
-            names: Names {
-                embedding: name("embed_tokens"),
-                blocks: name("layers"),
-                final_norm: name("norm"),
-                head: "lm_head".to_owned(),
-            },
+            names: Names::new("model.", "embed_tokens", "layers", "norm"),
             vocab_size: keys.positive("vocab_size")?,
             hidden_size,
             intermediate_size: keys.positive("intermediate_size")?,
@@ -144,10 +212,20 @@ impl ModelConfig {
             heads,
             kv_heads,
             head_dim,
-            rms_norm_eps: rms_norm_eps as f32,
-            rope: vec![Rope::parse(keys, max_position_embeddings)?; layers],
+            norm: NormKind::Rms,
+            norm_eps: norm_eps as f32,
+            activation,
+            rope: Some(vec![Rope::parse(keys, max_position_embeddings)?; layers]),
+            rotary_dim,
+            positions_offset: 0,
+            embedding_scale: 1.0,
+            attention_scale: (1.0 / (head_dim as f64).sqrt()) as f32,
+            attention_soft_cap: None,
+            logit_soft_cap: None,
+            parallel: false,
+            transposed: false,
             sliding_window: vec![None; layers],
-            tie_word_embeddings: keys.bool("tie_word_embeddings")?.unwrap_or(false),
+            tie_word_embeddings: keys.bool("tie_word_embeddings")?.unwrap_or(defaults.tied),
             qkv_bias: false,
             o_bias: false,
             mlp_bias: false,
@@ -165,11 +243,25 @@ pub(super) struct Defaults {
     pub kv_heads: bool,
     /// `None` for hidden_size / heads.
     pub head_dim: Option<usize>,
+    /// Key and default of ε.
+    pub norm_eps: (&'static str, f64),
+    pub activation: &'static str,
+    /// The part of each head that is turned, where it may be less than all.
+    pub rotary_share: Option<f64>,
+    /// Whether the head is the embedding table.
+    pub tied: bool,
 }
 
 impl Default for Defaults {
     fn default() -> Self {
-        Self { kv_heads: true, head_dim: None }
+        Self {
+            kv_heads: true,
+            head_dim: None,
+            norm_eps: ("rms_norm_eps", 1e-6),
+            activation: "silu",
+            rotary_share: None,
+            tied: false,
+        }
     }
 }
 
@@ -200,6 +292,31 @@ impl<'a> Keys<'a> {
         value.as_object().map(Self).ok_or_else(|| {
             Error::model(PLACE, "it is not a JSON object", "Use the config.json that came with the model")
         })
+    }
+
+    /// The same object with `defaults` where a key is absent, and keys of another spelling under the usual
+    /// one.
+    pub fn filled(&self, spelled: &[(&str, &str)], defaults: &[(&str, Value)]) -> Map<String, Value> {
+        let mut map = self.0.clone();
+        for (from, to) in spelled {
+            if let Some(value) = self.get(from).filter(|_| !self.0.contains_key(*to)) {
+                map.insert((*to).to_owned(), value.clone());
+            }
+        }
+        for (key, value) in defaults {
+            map.entry(*key).or_insert_with(|| value.clone());
+        }
+        map
+    }
+
+    /// Refuses a switch that changes what is computed.
+    pub fn refuse(&self, key: &str, value: bool) -> Result<()> {
+        match self.bool(key)? == Some(value) {
+            true => {
+                Err(Error::unsupported(format!("{key} {value} is not supported"), "Use a model without it"))
+            }
+            false => Ok(()),
+        }
     }
 
     /// The key is there and says null.
@@ -312,8 +429,8 @@ mod tests {
     fn absent_keys_take_the_defaults_of_transformers() {
         let config = ModelConfig::parse(&llama()).unwrap();
         assert_eq!((config.kv_heads, config.head_dim), (4, 16));
-        assert_eq!(config.rms_norm_eps, 1e-6);
-        assert_eq!(config.rope[0].theta, 10_000.0);
+        assert_eq!(config.norm_eps, 1e-6);
+        assert_eq!(config.rope.unwrap()[0].theta, 10_000.0);
         assert_eq!(config.sliding_window, [None, None]);
         assert!(!config.tie_word_embeddings && !config.qkv_bias && !config.qk_norm);
         let qwen3 = with(json!({"model_type": "qwen3", "num_key_value_heads": 2}));
@@ -347,7 +464,7 @@ mod tests {
     fn what_cannot_be_computed_is_refused_by_name() {
         let text = error(&with(json!({"model_type": "mamba"})));
         assert!(text.contains("\"mamba\"") && text.contains("llama, mistral, qwen2, qwen3"), "{text}");
-        assert!(error(&with(json!({"hidden_act": "gelu"}))).contains("\"gelu\""));
+        assert!(error(&with(json!({"hidden_act": "mish"}))).contains("\"mish\""));
         assert!(error(&with(json!({"num_local_experts": 8}))).contains("num_local_experts"));
         assert!(error(&with(json!({"partial_rotary_factor": 0.5}))).contains("partial_rotary_factor"));
         let rope = json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}});

@@ -2,17 +2,21 @@
 //!
 //! A block of one token is six dispatches: norm, q, k and v; rope and cache; attention; o onto the
 //! residual; norm, gate and up; silu, product and down onto the residual. Reading in chunks is the same
-//! with matrix products. [`super::Block`] computes the same a block at a time, over many sequences.
+//! with matrix products. [`super::Block`] computes the same a block at a time, over many sequences; blocks of
+//! other kinds than that run in its stages here too.
 
-use super::arch;
+use super::arch::{self, Kind, Qkv};
+use super::block::{Block, Reading};
 use super::cache::KvCache;
 use super::config::ModelConfig;
 use super::ends::{Embedding, Head};
 use super::linear::Linear;
+use super::norm::NormKind;
 use super::rope::RopeTables;
 use super::weights::{Weights, load_f32};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::kernels::activation::Function;
 use crate::kernels::append::{HeadNorm, append};
 use crate::kernels::attention::{self, Attention};
 use crate::kernels::input::Input;
@@ -42,7 +46,15 @@ pub struct Decoder {
     logits: Tensor,
 }
 
-struct DecoderBlock {
+/// A block as generation runs it.
+enum DecoderBlock {
+    /// The kind that most families have, in few dispatches.
+    Fused(Box<Fused>),
+    /// Any other, in its stages.
+    Staged(Box<Block>),
+}
+
+struct Fused {
     attention_norm: Tensor,
     qkv: Linear,
     /// [2, head_dim], where queries and keys are normalized.
@@ -83,6 +95,59 @@ impl DecoderBlock {
         weights: &W,
         device: &Device,
     ) -> Result<Self> {
+        match Fused::fits(config, layer) {
+            true => Ok(Self::Fused(Box::new(Fused::load(config, layer, weights, device).await?))),
+            false => Ok(Self::Staged(Box::new(Block::load(config, layer, weights, device).await?))),
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Fused(block) => block.linears().map(Linear::bytes).iter().sum(),
+            Self::Staged(block) => block.bytes(),
+        }
+    }
+
+    /// See [`Fused::forward`]; a staged block has no shorter way to its keys.
+    async fn forward(
+        &self,
+        mut h: Tensor,
+        buffers: &mut Buffers,
+        cache: &mut KvCache,
+        layer: usize,
+        rope: &RopeTables,
+        keys_only: bool,
+    ) -> Result<Tensor> {
+        match self {
+            Self::Fused(block) => {
+                block.forward(&mut h, buffers, cache, layer, rope, keys_only)?;
+                Ok(h)
+            }
+            Self::Staged(block) => block.read(h, &mut Reading::Next(cache), rope).await,
+        }
+    }
+}
+
+impl Fused {
+    /// Whether block `layer` is of the kind.
+    fn fits(config: &ModelConfig, layer: usize) -> bool {
+        let spec = arch::block(config, layer);
+        let kinds: Vec<_> = spec.sections.iter().flat_map(|of| &of.branches).map(|of| &of.kind).collect();
+        config.norm == NormKind::Rms
+            && config.activation == Function::Silu
+            && config.rope.is_some()
+            && config.rotary_dim == config.head_dim
+            && spec.sections.len() == 2
+            && spec.sections.iter().all(|section| section.post_norm.is_none())
+            && matches!(kinds[..], [Kind::Attention { qkv: Qkv::Apart | Qkv::Stacked, .. }, Kind::Gated])
+    }
+
+    async fn load<W: Weights + ?Sized>(
+        config: &ModelConfig,
+        layer: usize,
+        weights: &W,
+        device: &Device,
+    ) -> Result<Self> {
         let spec = arch::block(config, layer);
         let mut norms = vec![];
         for name in spec.norms() {
@@ -117,7 +182,7 @@ impl DecoderBlock {
             gate_up,
             down,
             shape: Attention::of(config, layer),
-            eps: config.rms_norm_eps,
+            eps: config.norm_eps,
         })
     }
 
@@ -141,7 +206,9 @@ impl DecoderBlock {
         let normed = Input::RmsNorm { x: h, weight: &self.attention_norm, eps: self.eps };
         self.qkv.project(qkv, normed, false)?;
         let norm = self.head_norms.as_ref().map(|weights| HeadNorm { weights, eps: self.eps });
-        append(q, cache.rows(layer), qkv, rope.of(layer), norm, start)?;
+        let table =
+            rope.of(layer).ok_or_else(|| Error::Internal("a decoder without rotary positions".into()))?;
+        append(q, cache.rows(layer), qkv, table, norm, start)?;
         if keys_only {
             return Ok(());
         }
@@ -237,8 +304,7 @@ impl Decoder {
 
     /// Bytes of weights that one token reads: all of them but the embedding table, of which it is a row.
     pub fn weight_bytes(&self) -> u64 {
-        let linears = self.blocks.iter().flat_map(DecoderBlock::linears).map(Linear::bytes);
-        linears.sum::<u64>() + self.head.bytes()
+        self.blocks.iter().map(DecoderBlock::bytes).sum::<u64>() + self.head.bytes()
     }
 
     /// Reads up to [`Decoder::CHUNK`] tokens without asking what follows them.
@@ -255,7 +321,7 @@ impl Decoder {
         let last = self.blocks.len() - 1;
         let mut buffers = self.single.like(ids.len())?;
         for (layer, block) in self.blocks.iter().enumerate() {
-            block.forward(&mut h, &mut buffers, &mut self.cache, layer, &self.rope, layer == last)?;
+            h = block.forward(h, &mut buffers, &mut self.cache, layer, &self.rope, layer == last).await?;
         }
         self.cache.grow(ids.len());
         self.device.settle().await
@@ -266,11 +332,11 @@ impl Decoder {
     ///
     /// # Errors
     /// As [`Decoder::read`].
-    pub fn step(&mut self, id: u32) -> Result<&mut Tensor> {
+    pub async fn step(&mut self, id: u32) -> Result<&mut Tensor> {
         self.check_room(1)?;
         let mut h = self.embed(&[id])?;
         for (layer, block) in self.blocks.iter().enumerate() {
-            block.forward(&mut h, &mut self.single, &mut self.cache, layer, &self.rope, false)?;
+            h = block.forward(h, &mut self.single, &mut self.cache, layer, &self.rope, false).await?;
         }
         self.cache.grow(1);
         self.head.logits_to(&mut self.logits, &h)?;
@@ -279,8 +345,8 @@ impl Decoder {
 
     fn embed(&self, ids: &[u32]) -> Result<Tensor> {
         match &self.embedding {
-            Some(embedding) => embedding.embed(ids),
-            None => self.head.embed(ids),
+            Some(embedding) => embedding.embed(ids, ids.len(), self.len()),
+            None => self.head.embed(ids, self.len()),
         }
     }
 

@@ -3,13 +3,14 @@
 use super::arch::{head_stage, weight};
 use super::config::ModelConfig;
 use super::linear::Linear;
-use super::weights::{Weights, check, load_f32, load_row_chunks};
+use super::norm::Norm;
+use super::weights::{Weights, check, load_row_chunks};
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::kernels::activation::{self, Function};
+use crate::kernels::add::add_assign;
 use crate::kernels::cross_entropy::nll;
 use crate::kernels::embedding::gather;
-use crate::kernels::input::Input;
-use crate::kernels::rmsnorm::rmsnorm;
 use crate::tensor::{Elem, Tensor};
 
 /// How much of the table is read at a time when only some rows are kept.
@@ -20,6 +21,43 @@ pub struct Embedding {
     chunks: Vec<Tensor>,
     /// For a table of some rows only: the ids that have one, sorted; row i is that of `ids[i]`.
     kept: Option<Vec<u32>>,
+    finish: Finish,
+}
+
+/// What makes a block's inputs of rows of the table.
+struct Finish {
+    scale: f32,
+    /// A table of learned positions, and the row of position 0.
+    positions: Option<(Vec<Tensor>, usize)>,
+}
+
+impl Finish {
+    async fn load<W: Weights + ?Sized>(config: &ModelConfig, weights: &W, device: &Device) -> Result<Self> {
+        let positions = match &config.names.positions {
+            None => None,
+            Some(name) => {
+                let rows = config.max_position_embeddings + config.positions_offset;
+                let shape = [rows, config.hidden_size];
+                let chunks = load_row_chunks(weights, &weight(name), shape, device).await?;
+                Some((chunks, config.positions_offset))
+            }
+        };
+        Ok(Self { scale: config.embedding_scale, positions })
+    }
+
+    /// Of sequences of `seq_len` that start at position `start`.
+    fn apply(&self, mut h: Tensor, seq_len: usize, start: usize) -> Result<Tensor> {
+        if self.scale != 1.0 {
+            activation::apply(&mut h, Function::Scale(self.scale), None)?;
+        }
+        if let Some((table, offset)) = &self.positions {
+            let row = |token: usize| (offset + start + token % seq_len.max(1)) as u32;
+            let table: Vec<&Tensor> = table.iter().collect();
+            let rows: Vec<u32> = (0..h.rows()).map(row).collect();
+            add_assign(&mut h, &gather(&table, &rows)?)?;
+        }
+        Ok(h)
+    }
 }
 
 impl Embedding {
@@ -34,7 +72,11 @@ impl Embedding {
     ) -> Result<Self> {
         let shape = [config.vocab_size, config.hidden_size];
         let name = weight(&config.names.embedding);
-        Ok(Self { chunks: load_row_chunks(weights, &name, shape, device).await?, kept: None })
+        Ok(Self {
+            chunks: load_row_chunks(weights, &name, shape, device).await?,
+            kept: None,
+            finish: Finish::load(config, weights, device).await?,
+        })
     }
 
     /// Only the rows of `ids`, read piece by piece: a calibration text uses a fraction of a large
@@ -77,14 +119,19 @@ impl Embedding {
             let part = &bytes[range.start * row_bytes..range.end * row_bytes];
             chunks.push(Tensor::from_bytes(device, elem, &[range.len(), cols], part)?);
         }
-        Ok(Self { chunks, kept: Some(kept) })
+        Ok(Self { chunks, kept: Some(kept), finish: Finish::load(config, weights, device).await? })
     }
 
-    /// The first block's input, [tokens, hidden] in f32.
+    /// The first block's input, [tokens, hidden] in f32: sequences of `seq_len` tokens, each from position
+    /// `start` on.
     ///
     /// # Errors
     /// [`Error::Text`] when an id has no row.
-    pub fn embed(&self, ids: &[u32]) -> Result<Tensor> {
+    pub fn embed(&self, ids: &[u32], seq_len: usize, start: usize) -> Result<Tensor> {
+        self.finish.apply(self.rows(ids)?, seq_len, start)
+    }
+
+    fn rows(&self, ids: &[u32]) -> Result<Tensor> {
         let table: Vec<&Tensor> = self.chunks.iter().collect();
         let Some(kept) = &self.kept else { return gather(&table, ids) };
         let row = |id: &u32| match kept.binary_search(id) {
@@ -95,24 +142,24 @@ impl Embedding {
     }
 }
 
-/// The norm behind the last block: the input of the head, [tokens, hidden].
+/// The norm behind the last block: what the head multiplies has passed it.
 ///
 /// # Errors
-/// [`Error::Model`] when the tensor is absent or has the wrong shape.
+/// [`Error::Model`] when a tensor is absent or has the wrong shape.
 pub async fn final_norm<W: Weights + ?Sized>(
     config: &ModelConfig,
     weights: &W,
     device: &Device,
-) -> Result<Tensor> {
-    let norm = load_f32(weights, &weight(&config.names.final_norm), &[config.hidden_size]).await?;
-    Tensor::from_f32(device, &[config.hidden_size], norm)
+) -> Result<Norm> {
+    Norm::load(config, &config.names.final_norm, config.hidden_size, weights, device).await
 }
 
 /// The final norm and the language-model head.
 pub struct Head {
-    norm: Tensor,
-    eps: f32,
+    norm: Norm,
+    soft_cap: Option<f32>,
     weight: Linear,
+    finish: Finish,
 }
 
 impl Head {
@@ -135,8 +182,9 @@ impl Head {
         };
         Ok(Self {
             norm: final_norm(config, weights, device).await?,
-            eps: config.rms_norm_eps,
+            soft_cap: config.logit_soft_cap,
             weight: linear,
+            finish: Finish::load(config, weights, device).await?,
         })
     }
 
@@ -152,12 +200,16 @@ impl Head {
 
     /// The same into a tensor that is there.
     pub(super) fn logits_to(&self, logits: &mut Tensor, h: &Tensor) -> Result<()> {
-        self.weight.project(logits, Input::RmsNorm { x: h, weight: &self.norm, eps: self.eps }, false)
+        self.norm.before(h, |x| self.weight.project(logits, x, false))?;
+        match self.soft_cap {
+            Some(cap) => activation::apply(logits, Function::SoftCap(cap), None),
+            None => Ok(()),
+        }
     }
 
     /// The embedding of a model whose table is the head's weight; see [`Embedding::embed`].
-    pub(super) fn embed(&self, ids: &[u32]) -> Result<Tensor> {
-        gather(&self.weight.chunks()?, ids)
+    pub(super) fn embed(&self, ids: &[u32], start: usize) -> Result<Tensor> {
+        self.finish.apply(gather(&self.weight.chunks()?, ids)?, ids.len(), start)
     }
 
     /// Bytes that the logits of a token read.
@@ -168,10 +220,10 @@ impl Head {
     /// −ln p(target) in nats for each row of the last block's output; see
     /// [`crate::kernels::cross_entropy::nll`].
     pub async fn nll(&self, h: &Tensor, targets: &[u32]) -> Result<Vec<f32>> {
-        if self.weight.is_packed() {
+        if self.weight.is_packed() || self.soft_cap.is_some() {
             return self.nll_of_logits(h, targets).await;
         }
-        nll(&rmsnorm(h, &self.norm, self.eps)?, &self.weight.chunks()?, targets).await
+        nll(&self.norm.apply(h)?, &self.weight.chunks()?, targets).await
     }
 
     /// The same from logits, some tokens at a time: a packed weight has no rows to go through.

@@ -1,4 +1,4 @@
-//! Llama-like models, a block at a time.
+//! Language models, a block at a time.
 //!
 //! Only [`Decoder`] holds a whole model, for generation. [`ModelConfig`] says what `config.json` says, [`arch`] names
 //! the tensors and linear layers that follow from it, and [`Embedding`], [`Block`] and [`Head`] are
@@ -12,6 +12,7 @@ mod decoder;
 mod ends;
 mod family;
 mod linear;
+mod norm;
 mod rope;
 mod stored;
 mod weights;
@@ -24,6 +25,7 @@ pub use decoder::{Decoder, DecoderOptions};
 pub use ends::{Embedding, Head, final_norm};
 pub use family::Family;
 pub use linear::Linear;
+pub use norm::{Norm, NormKind};
 pub use rope::{Rope, RopeKind, RopeTables};
 pub use stored::Stored;
-pub use weights::{Weights, load_dense_linear, load_f32, load_row_chunks};
+pub use weights::{Weights, linear_elem, linear_rows, load_dense_linear, load_f32, load_row_chunks};

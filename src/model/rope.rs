@@ -4,7 +4,7 @@
 
 use std::f64::consts::TAU;
 
-use super::config::{Keys, partial_rotary, wrong};
+use super::config::{Keys, wrong};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::rope::RopeTable;
@@ -46,6 +46,17 @@ pub enum RopeKind {
 }
 
 impl Rope {
+    /// The part of each head that turns, where the configuration says.
+    pub(super) fn share(config: &Keys) -> Result<Option<f64>> {
+        if let Some(keys) = config.get("rope_parameters").and_then(serde_json::Value::as_object)
+            && let Some(share) = Keys(keys).float("partial_rotary_factor")?
+        {
+            return Ok(Some(share));
+        }
+        let old = config.float("rotary_pct")?;
+        Ok(config.float("partial_rotary_factor")?.or(old))
+    }
+
     /// From `rope_parameters` (Transformers 5) or `rope_theta` and `rope_scaling` (4).
     pub(super) fn parse(config: &Keys, max_positions: usize) -> Result<Self> {
         let key = if config.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
@@ -60,9 +71,6 @@ impl Rope {
         };
         if !(theta > 1.0 && theta.is_finite()) {
             return Err(wrong("rope_theta", format!("{theta} is not above 1")));
-        }
-        if keys.float("partial_rotary_factor")?.is_some_and(|factor| factor != 1.0) {
-            return Err(partial_rotary());
         }
         if keys.0.values().any(serde_json::Value::is_object) {
             return Err(Error::unsupported(
@@ -172,13 +180,21 @@ impl Rope {
         }
     }
 
-    /// Cosines and sines for positions below `positions`.
-    fn table(&self, device: &Device, head_dim: usize, positions: usize) -> Result<RopeTable> {
+    /// Cosines and sines for positions below `positions`. Pairs that do not turn come last.
+    fn table(
+        &self,
+        device: &Device,
+        head_dim: usize,
+        rotary_dim: usize,
+        positions: usize,
+    ) -> Result<RopeTable> {
         let magnitude = match self.kind {
             RopeKind::Yarn { attention_factor, .. } => attention_factor,
             _ => 1.0,
         };
-        RopeTable::new(device, &self.inv_freq(head_dim), magnitude, positions)
+        let mut inv_freq = self.inv_freq(rotary_dim);
+        inv_freq.resize(head_dim / 2, 0.0);
+        RopeTable::new(device, &inv_freq, magnitude, positions)
     }
 }
 
@@ -190,7 +206,13 @@ pub struct RopeTables {
 }
 
 impl RopeTables {
-    pub(super) fn new(ropes: &[Rope], head_dim: usize, device: &Device, positions: usize) -> Result<Self> {
+    /// For heads of `head_dim`, of which `rotary_dim` dimensions turn.
+    pub(super) fn new(
+        ropes: &[Rope],
+        [head_dim, rotary_dim]: [usize; 2],
+        device: &Device,
+        positions: usize,
+    ) -> Result<Self> {
         let mut kinds: Vec<&Rope> = vec![];
         let mut of_layer = vec![];
         for rope in ropes {
@@ -200,13 +222,13 @@ impl RopeTables {
                 kinds.push(rope);
             }
         }
-        let tables = kinds.into_iter().map(|rope| rope.table(device, head_dim, positions));
+        let tables = kinds.into_iter().map(|rope| rope.table(device, head_dim, rotary_dim, positions));
         Ok(Self { tables: tables.collect::<Result<_>>()?, of_layer })
     }
 
-    /// That of block `layer`.
-    pub fn of(&self, layer: usize) -> &RopeTable {
-        &self.tables[self.of_layer[layer]]
+    /// That of block `layer`; `None` where positions are not turned.
+    pub fn of(&self, layer: usize) -> Option<&RopeTable> {
+        self.of_layer.get(layer).map(|&table| &self.tables[table])
     }
 }
 

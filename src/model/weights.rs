@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::arch::LinearSpec;
+use super::arch::{LinearSpec, weight};
 use super::linear::Linear;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -63,14 +63,51 @@ pub async fn load_dense_linear<W: Weights + ?Sized>(
     spec: &LinearSpec,
     device: &Device,
 ) -> Result<Linear> {
-    let shape = [spec.out_features, spec.in_features];
-    let chunks = load_row_chunks(weights, &format!("{}.weight", spec.module), shape, device).await?;
+    let (elem, cols) = (linear_elem(weights, spec)?, spec.in_features);
+    let mut chunks = vec![];
+    for range in Linear::chunk_rows(device, spec.out_features, cols * elem.bytes()) {
+        let count = range.len();
+        let bytes = linear_rows(weights, spec, range).await?;
+        chunks.push(Tensor::from_bytes(device, elem, &[count, cols], &bytes)?);
+    }
     let bias = if spec.bias {
         Some(load_f32(weights, &format!("{}.bias", spec.module), &[spec.out_features]).await?)
     } else {
         None
     };
     Linear::new(chunks, bias)
+}
+
+/// The element type of a dense linear layer's weight.
+///
+/// # Errors
+/// [`Error::Model`] when it is absent or has another shape than it should.
+pub fn linear_elem<W: Weights + ?Sized>(weights: &W, spec: &LinearSpec) -> Result<Elem> {
+    check(weights, &weight(&spec.module), &spec.stored_shape())
+}
+
+/// The bytes of rows `rows` of a dense linear layer's weight [out, in], however it is stored.
+///
+/// # Errors
+/// As [`linear_elem`]; those of the source.
+pub async fn linear_rows<W: Weights + ?Sized>(
+    weights: &W,
+    spec: &LinearSpec,
+    rows: Range<usize>,
+) -> Result<Vec<u8>> {
+    let (elem, name) = (linear_elem(weights, spec)?, weight(&spec.module));
+    if !spec.transposed {
+        return weights.read_rows(&name, rows).await;
+    }
+    let (size, out) = (elem.bytes(), spec.out_features);
+    let whole = weights.read_rows(&name, 0..spec.in_features).await?;
+    let mut bytes = Vec::with_capacity(rows.len() * spec.in_features * size);
+    for row in rows {
+        for input in whole.chunks_exact(out * size) {
+            bytes.extend_from_slice(&input[row * size..][..size]);
+        }
+    }
+    Ok(bytes)
 }
 
 /// The element type of a tensor that must be there with this shape.

@@ -14,7 +14,6 @@ use super::stream::{Batch, Flows};
 use crate::checkpoint::Writer;
 use crate::error::Result;
 use crate::gptq::layer::Calibration;
-use crate::kernels::rmsnorm::rmsnorm;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Flow, Weights, final_norm};
 use crate::tensor::Tensor;
@@ -165,9 +164,7 @@ impl Run<'_> {
             let sums = inputs.insert(StageInputs::new(self.device, &plan.scheme, spec.in_features, tokens)?);
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;
-                let normed = |flow: Option<Flow>| {
-                    flow.map(|flow| rmsnorm(&flow.h, &norm, plan.config.rms_norm_eps)).transpose()
-                };
+                let normed = |flow: Option<Flow>| flow.map(|flow| norm.apply(&flow.h)).transpose();
                 let Some(seen) = normed(flows.take(batch)?)? else { continue };
                 let beside = match original {
                     Some(original) => normed(original.take(batch)?)?,

@@ -633,7 +633,7 @@ fn tensor_parallel(layers: &[Layer], found: &mut Findings) {
 
 /// What the architecture needs besides, if it is a known one.
 fn model(checkpoint: &Checkpoint, found: &mut Findings) {
-    let config = match ModelConfig::parse(checkpoint.config()) {
+    let config = match ModelConfig::of(checkpoint) {
         Ok(config) => config,
         Err(error) => {
             found.note(

@@ -3,8 +3,8 @@
 use crate::checkpoint::GptqLinear;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::model::{LinearSpec, Stored, Weights};
-use crate::tensor::{Elem, Host, Tensor};
+use crate::model::{LinearSpec, Stored, linear_elem, linear_rows};
+use crate::tensor::{Host, Tensor};
 
 /// Rows and columns of a corner at most.
 const SIDE: usize = 64;
@@ -30,8 +30,8 @@ impl Corner {
     pub(super) async fn of(stored: &Stored, spec: &LinearSpec, quantized: &GptqLinear) -> Result<Self> {
         let (rows, cols, n) = (SIDE.min(quantized.n), SIDE.min(quantized.k), quantized.k);
         let name = format!("{}.weight", spec.module);
-        let elem = stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
-        let bytes = stored.read_rows(&name, 0..rows).await?;
+        let elem = linear_elem(stored, spec)?;
+        let bytes = linear_rows(stored, spec, 0..rows).await?;
         let tensor = Tensor::from_bytes(&Device::Cpu, elem, &[rows, n], &bytes)?;
         let at = |row: usize, col: usize| row * n + col;
         let weight: Box<dyn Fn(usize) -> f32> = match tensor.host_data()? {

@@ -13,8 +13,8 @@ use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::layer::{Calibration, Losses, Prepared, prepare, quantize_rows};
 use crate::model::arch::Stage;
-use crate::model::{Linear, LinearSpec, Weights, load_f32};
-use crate::tensor::{Elem, Host, Tensor};
+use crate::model::{Linear, LinearSpec, linear_elem, linear_rows, load_f32};
+use crate::tensor::{Host, Tensor};
 
 /// Where a linear layer is, for rows and progress.
 #[derive(Clone, Copy)]
@@ -111,7 +111,7 @@ impl Run<'_> {
     ) -> Result<(Option<Linear>, GptqLinear, Option<Losses>)> {
         let (rows, n) = (spec.out_features, spec.in_features);
         let name = format!("{}.weight", spec.module);
-        let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
+        let elem = linear_elem(self.stored, spec)?;
         let groups = assigned.scheme.groups(n);
         let bias = match assigned.bias {
             Some(dtype) => {
@@ -136,7 +136,7 @@ impl Run<'_> {
         let step = (self.plan.piece_bytes / (4 * n) / 64 * 64).max(64);
         for start in (0..rows).step_by(step) {
             let end = rows.min(start + step);
-            let bytes = self.stored.read_rows(&name, start..end).await?;
+            let bytes = linear_rows(self.stored, spec, start..end).await?;
             let weight = Tensor::from_bytes(&Device::Cpu, elem, &[end - start, n], &bytes)?;
             check_finite(&weight, &name, start)?;
             let weight = match self.device {

@@ -15,7 +15,7 @@ use crate::face;
 use crate::gptq::scheme::Scheme;
 use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::PANEL;
-use crate::model::arch::{Stage, block_prefix, expected_tensors, head_stage, stages, weight};
+use crate::model::arch::{Stage, block, block_prefix, expected_tensors, head_stage, stages, weight};
 use crate::model::{LinearSpec, ModelConfig, Stored, Weights};
 
 /// What the user may say about a run's resources.
@@ -156,7 +156,7 @@ const BATCH_TOKENS: usize = 2048;
 pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Result<Plan> {
     let scheme = &options.scheme;
     scheme.check()?;
-    let config = ModelConfig::parse(stored.checkpoint.config())?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     if let Some(quant) = &stored.quant {
         return Err(Error::unsupported(
             format!(
@@ -168,6 +168,15 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         ));
     }
     check_tensors(stored, &config)?;
+    if config.transposed && options.output.format == Format::CompressedTensors {
+        return Err(Error::unsupported(
+            format!(
+                "{} has Conv1D layers, which compressed-tensors does not replace when it loads",
+                config.family.name
+            ),
+            format!("Use {}", face::AS_GPTQ),
+        ));
+    }
     if !device.is_cpu() {
         check_shapes(&config)?;
     }
@@ -594,11 +603,16 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     let bytes = |count: usize| 4 * count as u64;
     let widest = hidden.max(width).max(inner);
     let panels = |n: usize| bytes(n * n / 2 + n * PANEL);
-    let layer_weights: u64 = stages(config, 0)
-        .iter()
-        .flat_map(|stage| &stage.linears)
-        .map(|spec| bytes(spec.in_features * spec.out_features))
-        .sum();
+    let of_layer = |layer: usize| -> u64 {
+        let specs = stages(config, layer).into_iter().flat_map(|stage| stage.linears);
+        specs.map(|spec| bytes(spec.in_features * spec.out_features)).sum()
+    };
+    let layer_weights = (0..config.layers).map(of_layer).max().unwrap_or(0);
+    // What a branch gives waits for the others that read the same stream.
+    let waiting = (0..config.layers)
+        .flat_map(|layer| block(config, layer).sections)
+        .any(|section| section.branches.len() > 1);
+    let stream = bytes(tokens * hidden) * if waiting { 2 } else { 1 };
     // A piece of a weight with its copy in the order, codes, result, and plain rounding's own copy.
     let largest = plan.modules.iter().map(|module| module.input * module.output).max().unwrap_or(0);
     // A head's codes and packed words are too large to pass over.
@@ -620,7 +634,7 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
         |batch: usize| bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
     plan.memory = if calibrated {
         Memory {
-            stream: bytes(tokens * hidden),
+            stream,
             between_stages: bytes(tokens * width.max(inner)),
             weights: layer_weights,
             hessian: sums,

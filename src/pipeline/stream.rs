@@ -174,7 +174,7 @@ impl Batches {
     pub async fn embed(&self, embedding: &Embedding, device: &Device, on_device: bool) -> Result<Stream> {
         let mut stream = Stream::new(device, on_device, self.len());
         for (index, batch) in self.batches.iter().enumerate() {
-            stream.put(index, embedding.embed(&batch.ids)?).await?;
+            stream.put(index, embedding.embed(&batch.ids, batch.seq_len, 0)?).await?;
             device.settle().await?;
         }
         Ok(stream)

@@ -47,7 +47,7 @@ impl Session {
                 .ok_or_else(|| Error::options("there is no result yet", "Quantize first"))?,
         };
         let stored = Rc::new(Stored::open(source).await?);
-        let config = ModelConfig::parse(stored.checkpoint.config())?;
+        let config = ModelConfig::of(&stored.checkpoint)?;
         let source = stored.checkpoint.source();
         let text = Rc::new(ModelText::load(source.as_ref(), config.vocab_size).await?);
         Ok(Subject { stored, config, text })

@@ -147,7 +147,7 @@ impl Session {
             false => chosen(name, files)?,
         };
         let stored = Stored::open(source).await?;
-        let config = ModelConfig::parse(stored.checkpoint.config())?;
+        let config = ModelConfig::of(&stored.checkpoint)?;
         let tensors = stored.checkpoint.tensors();
         let mut files: Vec<&str> = tensors.iter().map(|tensor| tensor.file.as_str()).collect();
         files.dedup();

@@ -107,7 +107,7 @@ pub fn open(files: &Files) -> Stored {
 }
 
 pub fn config_of(stored: &Stored) -> ModelConfig {
-    ModelConfig::parse(stored.checkpoint.config()).unwrap()
+    ModelConfig::of(&stored.checkpoint).unwrap()
 }
 
 pub fn default4() -> Scheme {
@@ -128,7 +128,7 @@ pub fn logits_on(device: &Device, stored: &Stored, rows: &[Vec<u32>]) -> Vec<f32
     block_on(async {
         let rope = config.rope_tables(device, seq_len).unwrap();
         let embedding = Embedding::load(&config, stored, device).await.unwrap();
-        let mut h = embedding.embed(&rows.concat()).unwrap();
+        let mut h = embedding.embed(&rows.concat(), seq_len, 0).unwrap();
         for layer in 0..config.layers {
             let block = Block::load(&config, layer, stored, device).await.unwrap();
             h = block.forward(h, seq_len, &rope).await.unwrap();

@@ -11,7 +11,19 @@ use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
 use pollster::block_on;
 use safetensors::SafeTensors;
 
-pub const MODELS: [&str; 6] = ["llama", "llama_tied_rope3", "mistral_sliding", "qwen2", "qwen3", "phi3"];
+pub const MODELS: [&str; 11] = [
+    "llama",
+    "llama_tied_rope3",
+    "mistral_sliding",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "gpt_neox",
+    "opt",
+    "gpt2",
+    "gemma2",
+    "gemma3",
+];
 /// Of every golden model.
 pub const VOCAB: usize = 320;
 

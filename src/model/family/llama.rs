@@ -1,9 +1,9 @@
 //! llama, and mistral, which differs in its sliding window.
 
 use super::Family;
-use super::parts::Parts;
+use super::parts::{Parts, in_turn};
 use crate::error::Result;
-use crate::model::arch::BlockSpec;
+use crate::model::arch::{BlockSpec, Qkv};
 use crate::model::config::{Defaults, Keys, ModelConfig};
 
 pub static LLAMA: Family = Family { name: "llama", configure: llama, block };
@@ -26,5 +26,8 @@ fn mistral(family: &'static Family, keys: &Keys) -> Result<ModelConfig> {
 
 pub(super) fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let parts = Parts::of(config, layer);
-    BlockSpec { sections: vec![parts.attention("input_layernorm"), parts.gated("post_attention_layernorm")] }
+    in_turn([
+        parts.attention("input_layernorm", Qkv::Apart, parts.qkv(), parts.o("self_attn", "o_proj")),
+        parts.gated("post_attention_layernorm", parts.gate_up()),
+    ])
 }

@@ -3,7 +3,11 @@
 //! To add one: write a file with a [`Family`] or two, put them into [`FAMILIES`], and add its tiny model to
 //! `tests/goldens/models`.
 
+mod gemma;
+mod gpt2;
+mod gpt_neox;
 mod llama;
+mod opt;
 mod parts;
 mod phi3;
 mod qwen;
@@ -24,7 +28,18 @@ pub struct Family {
     pub(super) block: fn(&ModelConfig, usize) -> BlockSpec,
 }
 
-static FAMILIES: &[&Family] = &[&llama::LLAMA, &llama::MISTRAL, &qwen::QWEN2, &qwen::QWEN3, &phi3::PHI3];
+static FAMILIES: &[&Family] = &[
+    &llama::LLAMA,
+    &llama::MISTRAL,
+    &qwen::QWEN2,
+    &qwen::QWEN3,
+    &phi3::PHI3,
+    &gpt_neox::GPT_NEOX,
+    &opt::OPT,
+    &gpt2::GPT2,
+    &gemma::GEMMA2,
+    &gemma::GEMMA3,
+];
 
 impl Family {
     /// By the `model_type` of `config.json`.

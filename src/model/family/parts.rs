@@ -1,6 +1,6 @@
 //! What families' blocks are put together from.
 
-use crate::model::arch::{Branch, Kind, LinearSpec, Qkv, Section, Stage};
+use crate::model::arch::{BlockSpec, Branch, Kind, LinearSpec, Qkv, Section, Stage};
 use crate::model::config::ModelConfig;
 
 /// Where names and sizes of one block come from.
@@ -20,16 +20,15 @@ impl<'a> Parts<'a> {
         format!("{}.{part}", self.prefix)
     }
 
-    /// A linear layer; `short` is the last part of its name.
+    /// A linear layer: `short` is the last part of its name, `part` what is before it.
     pub fn linear(&self, part: &str, short: &'static str, sizes: [usize; 2], bias: bool) -> LinearSpec {
         let [in_features, out_features] = sizes;
-        LinearSpec {
-            module: format!("{}.{part}.{short}", self.prefix),
-            short,
-            in_features,
-            out_features,
-            bias,
-        }
+        let module = match part {
+            "" => self.name(short),
+            _ => self.name(&format!("{part}.{short}")),
+        };
+        let transposed = self.config.transposed;
+        LinearSpec { module, short, in_features, out_features, bias, transposed }
     }
 
     /// Features of all query heads, and of all key heads.
@@ -37,48 +36,73 @@ impl<'a> Parts<'a> {
         [self.config.heads, self.config.kv_heads].map(|heads| heads * self.config.head_dim)
     }
 
-    /// Attention with q_proj, k_proj, v_proj and o_proj.
-    pub fn attention(&self, norm: &str) -> Section {
+    /// q_proj, k_proj and v_proj.
+    pub fn qkv(&self) -> Vec<LinearSpec> {
         let ([q, kv], hidden, bias) = (self.widths(), self.config.hidden_size, self.config.qkv_bias);
         let linear = |short, out| self.linear("self_attn", short, [hidden, out], bias);
-        let qkv = vec![linear("q_proj", q), linear("k_proj", kv), linear("v_proj", kv)];
-        self.attention_of(norm, Qkv::Apart, qkv)
+        vec![linear("q_proj", q), linear("k_proj", kv), linear("v_proj", kv)]
     }
 
-    /// Attention with these layers for q, k and v, and o_proj.
-    pub fn attention_of(&self, norm: &str, qkv: Qkv, linears: Vec<LinearSpec>) -> Section {
-        let ([q, _], hidden) = (self.widths(), self.config.hidden_size);
-        let o = self.linear("self_attn", "o_proj", [q, hidden], self.config.o_bias);
+    /// One layer for q, k and v.
+    pub fn stacked_qkv(&self, part: &str, short: &'static str) -> Vec<LinearSpec> {
+        let [q, kv] = self.widths();
+        vec![self.linear(part, short, [self.config.hidden_size, q + 2 * kv], self.config.qkv_bias)]
+    }
+
+    /// What follows attention.
+    pub fn o(&self, part: &str, short: &'static str) -> LinearSpec {
+        self.linear(part, short, [self.widths()[0], self.config.hidden_size], self.config.o_bias)
+    }
+
+    /// Attention of these layers.
+    pub fn attention(&self, norm: &str, qkv: Qkv, linears: Vec<LinearSpec>, o: LinearSpec) -> Branch {
         let head_norms =
             self.config.qk_norm.then(|| ["q_norm", "k_norm"].map(|n| self.name(&format!("self_attn.{n}"))));
-        one(Branch {
+        Branch {
             norm: self.name(norm),
             kind: Kind::Attention { qkv, head_norms },
             stages: [Stage { name: "qkv", linears }, Stage { name: "o", linears: vec![o] }],
-        })
+        }
     }
 
-    /// An MLP with gate_proj, up_proj and down_proj.
-    pub fn gated(&self, norm: &str) -> Section {
-        let (hidden, inner, bias) =
-            (self.config.hidden_size, self.config.intermediate_size, self.config.mlp_bias);
-        let linear = |short| self.linear("mlp", short, [hidden, inner], bias);
-        self.gated_of(norm, vec![linear("gate_proj"), linear("up_proj")])
+    /// gate_proj and up_proj.
+    pub fn gate_up(&self) -> Vec<LinearSpec> {
+        let sizes = [self.config.hidden_size, self.config.intermediate_size];
+        ["gate_proj", "up_proj"].map(|short| self.linear("mlp", short, sizes, self.config.mlp_bias)).into()
     }
 
-    /// An MLP with these layers for gate and up, and down_proj.
-    pub fn gated_of(&self, norm: &str, linears: Vec<LinearSpec>) -> Section {
+    /// An MLP of these layers and down_proj.
+    pub fn gated(&self, norm: &str, linears: Vec<LinearSpec>) -> Branch {
         let sizes = [self.config.intermediate_size, self.config.hidden_size];
         let down = self.linear("mlp", "down_proj", sizes, self.config.mlp_bias);
-        one(Branch {
+        Branch {
             norm: self.name(norm),
             kind: Kind::Gated,
             stages: [Stage { name: "gate_up", linears }, Stage { name: "down", linears: vec![down] }],
-        })
+        }
+    }
+
+    /// An MLP of two layers, with an activation between.
+    pub fn plain(&self, norm: &str, part: &str, [up, down]: [&'static str; 2]) -> Branch {
+        let (hidden, inner, bias) =
+            (self.config.hidden_size, self.config.intermediate_size, self.config.mlp_bias);
+        let up = self.linear(part, up, [hidden, inner], bias);
+        let down = self.linear(part, down, [inner, hidden], bias);
+        Branch {
+            norm: self.name(norm),
+            kind: Kind::Plain,
+            stages: [Stage { name: "up", linears: vec![up] }, Stage { name: "down", linears: vec![down] }],
+        }
     }
 }
 
-/// A section of one branch.
-fn one(branch: Branch) -> Section {
-    Section { branches: vec![branch] }
+/// Branches one after the other, each read from what the one before left.
+pub fn in_turn(branches: impl IntoIterator<Item = Branch>) -> BlockSpec {
+    let section = |branch| Section { branches: vec![branch], post_norm: None };
+    BlockSpec { sections: branches.into_iter().map(section).collect() }
+}
+
+/// Branches that read the same.
+pub fn side_by_side(branches: impl IntoIterator<Item = Branch>) -> BlockSpec {
+    BlockSpec { sections: vec![Section { branches: branches.into_iter().collect(), post_norm: None }] }
 }

@@ -1,7 +1,7 @@
 //! phi3: q, k, v are the rows of one layer, gate and up of another.
 
 use super::Family;
-use super::parts::Parts;
+use super::parts::{Parts, in_turn};
 use crate::error::Result;
 use crate::model::arch::{BlockSpec, Qkv};
 use crate::model::config::{Defaults, Keys, ModelConfig};
@@ -16,13 +16,11 @@ fn configure(family: &'static Family, keys: &Keys) -> Result<ModelConfig> {
 
 fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let parts = Parts::of(config, layer);
-    let (hidden, [q, kv]) = (config.hidden_size, parts.widths());
-    let qkv = parts.linear("self_attn", "qkv_proj", [hidden, q + 2 * kv], false);
-    let gate_up = parts.linear("mlp", "gate_up_proj", [hidden, 2 * config.intermediate_size], false);
-    BlockSpec {
-        sections: vec![
-            parts.attention_of("input_layernorm", Qkv::Stacked, vec![qkv]),
-            parts.gated_of("post_attention_layernorm", vec![gate_up]),
-        ],
-    }
+    let (qkv, o) = (parts.stacked_qkv("self_attn", "qkv_proj"), parts.o("self_attn", "o_proj"));
+    let sizes = [config.hidden_size, 2 * config.intermediate_size];
+    let gate_up = vec![parts.linear("mlp", "gate_up_proj", sizes, false)];
+    in_turn([
+        parts.attention("input_layernorm", Qkv::Stacked, qkv, o),
+        parts.gated("post_attention_layernorm", gate_up),
+    ])
 }
