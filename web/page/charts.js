@@ -12,6 +12,8 @@ class Chart {
   #host;
   #options;
   #plot = null;
+  /** Puts a plot that was just made in its place. */
+  #begin = null;
   #data = null;
   #draw = throttled(() => this.#update(), 250);
 
@@ -31,7 +33,7 @@ class Chart {
   /** After a change of what the options depend on. */
   rebuild() {
     this.#plot?.destroy();
-    this.#plot = null;
+    this.#plot = this.#begin = null;
     this.#draw();
   }
 
@@ -41,20 +43,25 @@ class Chart {
     return this.#plot?.ctx.canvas.toDataURL('image/png') ?? null;
   }
 
-  /** `drawn`: at once, and not in the next frame. */
-  #update(drawn = false) {
+  /** `whole`: at once, and not one step in each frame. */
+  #update(whole = false) {
     const width = this.#host.clientWidth;
     if (!width || !this.#data) return;
     if (!this.#plot) {
       const options = { width, height: HEIGHT, ...this.#options(colours()) };
-      this.#plot = new uPlot(options, null, this.#host);
-      // To make one and to draw it take about as long: each has a frame of its own.
-      if (drawn) this.#plot.setData(this.#data);
-      else this.#draw();
-    } else {
-      if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT });
-      this.#plot.setData(this.#data);
+      // To make one and to draw it first take about as long: each has a frame of its own.
+      this.#plot = new uPlot(options, this.#data, (plot, begin) => {
+        this.#begin = () => {
+          this.#host.append(plot.root);
+          begin();
+        };
+      });
+      if (!whole) return this.#draw();
     }
+    this.#begin?.();
+    this.#begin = null;
+    if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT });
+    this.#plot.setData(this.#data);
   }
 }
 
