@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::*;
 use crate::error::Error;
+use crate::face;
 use crate::kernels::testing::test_gpu;
 use crate::tensor::{Elem, Tensor};
 
@@ -187,8 +188,8 @@ fn an_invalid_shader_is_an_error_at_the_next_wait() {
         assert!(matches!(error, Error::Device { .. }));
         let error = error.to_string();
         assert!(error.starts_with("compiling the shader test_broken for "), "{error}");
-        assert!(error.contains("no_such_name") && error.contains("--device cpu"), "{error}");
-        assert!(!error.contains('\n') && !error.contains("--max-memory"), "{error}");
+        assert!(error.contains("no_such_name") && error.contains(&face::USE_CPU.to_string()), "{error}");
+        assert!(!error.contains('\n') && !error.contains(&face::MAX_MEMORY.to_string()), "{error}");
         // What was wrong is reported once; the device goes on.
         assert_eq!(read(&tensor), [0; 4]);
         gpu.dispatch(&BROKEN, &[], &[tensor.gpu().unwrap()], &[0; 8], [1, 1, 1], 1.0).unwrap();

@@ -295,6 +295,9 @@ pub enum Event {
         tokens_per_second: Option<f64>,
         /// "end", "max_tokens", "context" or "stopped".
         finish: String,
+        /// Bytes of wasm memory, and of buffers on the device.
+        wasm_bytes: u64,
+        device_bytes: u64,
     },
     Stored {
         items: Vec<StoredItem>,
