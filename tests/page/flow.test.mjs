@@ -477,6 +477,9 @@ test('narrow and dark', LONG, async () => {
   const page = await browser.page({ viewport: { width: 360, height: 740 }, colorScheme: 'dark' });
   await page.click('#choose-demo');
   await small(page);
+  await rule(page, { pattern: 'down_proj', bits: '8' });
+  await page.locator('#plan-body', { hasText: 'mlp.down_proj ×6768 → 2568' }).waitFor(LONG);
+  await page.locator('#quantize:enabled').waitFor(LONG);
   const wider = () => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
   assert.ok(await wider() <= 0);
   await shot(page, 'narrow-plan');
