@@ -6,7 +6,7 @@ SHELL := /bin/bash
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo page serve lint test test-page
+.PHONY: help setup build demo page serve lint test test-page bench-web
 
 help:
 	@echo 'make demo     quantize the embedded demo model at 4, 3 and 2 bits and compare'
@@ -14,6 +14,7 @@ help:
 	@echo 'make page     the page, as dist/: any static host can serve it, under any path'
 	@echo 'make serve    build the page and serve it at http://127.0.0.1:8080'
 	@echo 'make test     formatting, lints (native and wasm32) and all tests, the page in a browser too'
+	@echo 'make bench-web products by 4-bit weights beside onnxruntime-web in one browser page'
 	@echo 'make build    the program, as target/release/halftone'
 	@echo 'make lint     formatting and lints only'
 	@echo 'make setup    install everything that the commands above need'
@@ -64,3 +65,13 @@ test-page: page
 	else \
 		echo 'no Chromium or Node: the page is not tested'; \
 	fi
+
+# Options: make bench-web ARGS="--shapes 576x576 --rounds 10".
+bench-web:
+	@scripts/setup build lint page browser
+	npm ci --silent --prefix tests/page
+	npm ci --silent --prefix tests/onnxruntime
+	cargo build --release --locked --target wasm32-unknown-unknown --features bench-web --bin ours
+	wasm-bindgen --target web --out-dir target/onnxruntime \
+		$${CARGO_TARGET_DIR:-target}/wasm32-unknown-unknown/release/ours.wasm
+	npm run --silent bench --prefix tests/onnxruntime -- $(ARGS)

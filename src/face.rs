@@ -29,23 +29,22 @@ pub const GROUP_SIZE: Words = words("--group-size", "“Group size”");
 pub const WHOLE_ROW: Words = words("--group-size -1", "the group size “whole row”");
 pub const SYM: Words = words("--sym", "“Zero point”");
 pub const DESC_ACT: Words = words("--desc-act", "“Activation order”");
-// The page leaves the next two to the preset.
+// The page leaves the next four to the preset.
+pub const ALPHA: Words = words("--alpha", "the correction");
+pub const REFIT: Words = words("--refit", "the refit of scales");
 pub const STATIC_GROUPS: Words = words("--static-groups", "the choice of static groups");
 pub const MSE: Words = words("--mse", "the search of scales");
 pub const DAMP_PERCENT: Words = words("--damp-percent", "“Damping”");
-pub const ALPHA: Words = words("--alpha", "“Correction”");
-pub const REFIT: Words = words("--refit", "“Refit scales”");
 pub const SAMPLES: Words = words("--samples", "“Samples”");
 pub const SEQ_LEN: Words = words("--seq-len", "“Tokens in a sample”");
 pub const MAX_MEMORY: Words = words("--max-memory", "“Memory limit”");
-// The page writes one format, and all layers alike.
-pub const FORMAT: Words = words("--format", "the file format");
-pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the format compressed-tensors");
-pub const AS_GPTQ: Words = words("--format gptq", "the format gptq");
-pub const OVERRIDE: Words = words("--override", "the choice for some layers");
-pub const SKIP: Words = words("--skip", "the choice of layers to leave");
-pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "the choice to quantize the head");
-pub const SHARD_SIZE: Words = words("--shard-size", "the size of files");
+pub const FORMAT: Words = words("--format", "“File format”");
+pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the file format “compressed-tensors”");
+pub const AS_GPTQ: Words = words("--format gptq", "the file format “gptq”");
+pub const OVERRIDE: Words = words("--override", "“Layers that differ”");
+pub const SKIP: Words = words("--skip", "“left in 16 bits”");
+pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "“Quantize the output head too”");
+pub const SHARD_SIZE: Words = words("--shard-size", "“Most in one file”");
 
 // What to do.
 

@@ -6,10 +6,10 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex};
 
 use super::adapters::{AdapterSummary, summarize};
+use super::faults::{About, Faults, Watched};
 use super::pool::{GpuBuffer, Pool};
 use super::shader::{Kernel, Pipeline};
 use crate::error::{Error, Result};
-use crate::face;
 
 /// Dispatches in one pass; more made macOS stall.
 const MAX_DISPATCHES: usize = 64;
@@ -17,6 +17,8 @@ const MAX_DISPATCHES: usize = 64;
 const SLOT_BYTES: usize = 256;
 /// Uploads and readbacks move in pieces of this size, so that no staging buffer is model-sized.
 const PIECE_BYTES: u64 = 32 << 20;
+/// Buffers from this size on are made in an error scope, so that a failure comes with their size.
+const WATCHED_BYTES: u64 = 1 << 20;
 /// Idle buffers beyond this are destroyed at the next wait.
 const MAX_IDLE_BYTES: u64 = 512 << 20;
 #[cfg(not(target_arch = "wasm32"))]
@@ -37,30 +39,6 @@ struct Recorded {
     groups: [u32; 3],
 }
 
-/// What went wrong since the last wait, as wgpu reports it: not where it happens.
-#[derive(Default)]
-struct Failure {
-    /// The first error, out of memory among them; later ones mostly follow from it.
-    first: Option<String>,
-    /// A lost device stays lost, and silently computes nothing.
-    lost: bool,
-}
-
-impl Failure {
-    fn record(slot: &Mutex<Self>, text: &str, lost: bool) {
-        if let Ok(mut failure) = slot.lock() {
-            // wgpu's messages span lines and end with a stop; an error here is one line, and goes on.
-            let line = text.split_whitespace().collect::<Vec<_>>().join(" ");
-            failure.first.get_or_insert(line.trim_end_matches('.').to_owned());
-            failure.lost |= lost;
-        }
-    }
-
-    fn take(&mut self) -> Option<String> {
-        if self.lost { self.first.clone() } else { self.first.take() }
-    }
-}
-
 #[derive(Default)]
 struct Batch {
     recorded: Vec<Recorded>,
@@ -78,7 +56,9 @@ pub struct Gpu {
     pipelines: RefCell<HashMap<PipelineKey, Rc<Pipeline>>>,
     batch: RefCell<Batch>,
     pool: RefCell<Pool>,
-    failure: Arc<Mutex<Failure>>,
+    faults: Arc<Mutex<Faults>>,
+    /// Scopes that are closed and not yet awaited.
+    watched: RefCell<Vec<Watched>>,
     /// Work, in floating-point operations, after which a batch is sent: about 50 ms' worth.
     submit_budget: Cell<f64>,
     #[cfg(not(target_arch = "wasm32"))]
@@ -121,15 +101,16 @@ impl Gpu {
                 "Update the graphics driver or use the CPU device",
             )
         })?;
-        let failure = Arc::new(Mutex::new(Failure::default()));
-        let slot = failure.clone();
+        let faults = Arc::new(Mutex::new(Faults::default()));
+        let slot = faults.clone();
         device.on_uncaptured_error(Arc::new(move |error: wgpu::Error| {
-            Failure::record(&slot, &error.to_string(), false);
+            Faults::record(&slot, About::uncaptured(&error), &error.to_string());
         }));
-        let slot = failure.clone();
+        let slot = faults.clone();
         device.set_device_lost_callback(move |reason, message| {
             if reason != wgpu::DeviceLostReason::Destroyed {
-                Failure::record(&slot, &format!("the device was lost ({reason:?}): {message}"), true);
+                let text = format!("the device was lost ({reason:?}): {message}");
+                Faults::record(&slot, About::Lost, &text);
             }
         });
         let arena = device.create_buffer(&wgpu::BufferDescriptor {
@@ -148,7 +129,8 @@ impl Gpu {
             pipelines: RefCell::default(),
             batch: RefCell::default(),
             pool: RefCell::default(),
-            failure,
+            faults,
+            watched: RefCell::default(),
             submit_budget,
             #[cfg(not(target_arch = "wasm32"))]
             in_flight: RefCell::default(),
@@ -217,17 +199,29 @@ impl Gpu {
         }
         let size = Pool::size_class(bytes, self.max_binding());
         let reused = self.pool.borrow_mut().take(size);
-        let raw = reused.unwrap_or_else(|| {
-            self.device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("tensor"),
-                size,
-                usage: wgpu::BufferUsages::STORAGE
-                    | wgpu::BufferUsages::COPY_SRC
-                    | wgpu::BufferUsages::COPY_DST,
-                mapped_at_creation: false,
-            })
-        });
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
+        let raw = reused.unwrap_or_else(|| self.create_buffer("tensor", size, usage));
         Ok(GpuBuffer::new(self.clone(), raw, bytes))
+    }
+
+    /// A new buffer, a large one in a scope of its own.
+    fn create_buffer(&self, label: &str, size: u64, usage: wgpu::BufferUsages) -> wgpu::Buffer {
+        let descriptor =
+            wgpu::BufferDescriptor { label: Some(label), size, usage, mapped_at_creation: false };
+        match size < WATCHED_BYTES {
+            true => self.device.create_buffer(&descriptor),
+            false => self.watch(About::Buffer(size), wgpu::ErrorFilter::OutOfMemory, || {
+                self.device.create_buffer(&descriptor)
+            }),
+        }
+    }
+
+    /// Does `work` in an error scope, whose outcome the next wait tells.
+    fn watch<T>(&self, about: About, filter: wgpu::ErrorFilter, work: impl FnOnce() -> T) -> T {
+        let scope = self.device.push_error_scope(filter);
+        let done = work();
+        self.watched.borrow_mut().push(Watched { about, outcome: Box::pin(scope.pop()) });
+        done
     }
 
     /// Recorded work may still use the buffer: it runs before anything recorded later, so handing
@@ -350,7 +344,10 @@ impl Gpu {
         if let Some(pipeline) = self.pipelines.borrow().get(&key) {
             return Ok(pipeline.clone());
         }
-        let pipeline = Rc::new(Pipeline::new(&self.device, kernel, constants)?);
+        let made = self.watch(About::Shader(kernel.name), wgpu::ErrorFilter::Validation, || {
+            Pipeline::new(&self.device, kernel, constants)
+        });
+        let pipeline = Rc::new(made?);
         self.pipelines.borrow_mut().insert(key, pipeline.clone());
         Ok(pipeline)
     }
@@ -405,12 +402,12 @@ impl Gpu {
                 buffer.destroy();
             }
         }
-        self.check()
+        self.check().await
     }
 
     /// The device is gone and computes nothing any more.
     pub fn is_lost(&self) -> bool {
-        self.failure.lock().is_ok_and(|failure| failure.lost)
+        self.faults.lock().is_ok_and(|faults| faults.is_lost())
     }
 
     /// Native queues only move when polled; a browser's move by themselves.
@@ -422,19 +419,20 @@ impl Gpu {
         }
     }
 
-    fn check(&self) -> Result<()> {
-        let failure = self.failure.lock().ok().and_then(|mut failure| failure.take());
-        match failure {
-            None => Ok(()),
-            Some(text) => Err(Error::device(
-                format!("running on {}", self.describe()),
-                text,
-                format!(
-                    "Lower {}, close other programs that use the GPU, or use the CPU device",
-                    face::MAX_MEMORY
-                ),
-            )),
+    /// What went wrong since the last wait. What it awaits was asked for before the work that has been
+    /// waited for, and is there.
+    async fn check(&self) -> Result<()> {
+        let watched = std::mem::take(&mut *self.watched.borrow_mut());
+        for Watched { about, outcome } in watched {
+            let Some(error) = outcome.await else { continue };
+            Faults::record(&self.faults, about, &error.to_string());
+            if let About::Shader(name) = about {
+                // Whoever asks for it again shall hear the same.
+                self.pipelines.borrow_mut().retain(|(kernel, _), _| *kernel != name);
+            }
         }
+        let fault = self.faults.lock().ok().and_then(|mut faults| faults.take());
+        fault.map_or(Ok(()), |fault| Err(fault.error(&self.describe())))
     }
 
     /// Reads `bytes` from `offset`, both multiples of 4, after everything recorded so far.
@@ -447,12 +445,8 @@ impl Gpu {
         let mut done = 0;
         while done < bytes {
             let piece = (bytes - done).min(PIECE_BYTES);
-            let staging = self.device.create_buffer(&wgpu::BufferDescriptor {
-                label: Some("readback"),
-                size: piece,
-                usage: wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST,
-                mapped_at_creation: false,
-            });
+            let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+            let staging = self.create_buffer("readback", piece, usage);
             let mut encoder = self.device.create_command_encoder(&Default::default());
             encoder.copy_buffer_to_buffer(buffer.raw(), offset + done, &staging, 0, Some(piece));
             self.submit(encoder.finish());
@@ -462,7 +456,7 @@ impl Gpu {
             });
             self.wait();
             let mapped = receiver.recv_async().await;
-            self.check()?;
+            self.check().await?;
             let lost = |what: String| {
                 let advice = "Start again; the finished blocks of a run are kept";
                 Error::device("reading results back", what, advice)

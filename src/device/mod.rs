@@ -4,6 +4,7 @@
 //! and a CPU twin; this module only opens adapters, keeps buffers, and gets dispatches to the queue.
 
 mod adapters;
+mod faults;
 mod gpu;
 pub mod host;
 mod pool;

@@ -6,6 +6,7 @@ use half::{bf16, f16};
 
 use super::*;
 use crate::error::Error;
+use crate::face;
 use crate::kernels::testing::test_gpu;
 use crate::tensor::{Elem, Tensor};
 
@@ -185,12 +186,14 @@ fn an_invalid_shader_is_an_error_at_the_next_wait() {
         gpu.dispatch(&BROKEN, &[], &[tensor.gpu().unwrap()], &[0; 8], [1, 1, 1], 1.0).unwrap();
         let error = pollster::block_on(gpu.settle()).unwrap_err();
         assert!(matches!(error, Error::Device { .. }));
-        assert!(error.to_string().contains("no_such_name"), "{error}");
-        assert!(!error.to_string().contains('\n'), "{error}");
+        let error = error.to_string();
+        assert!(error.starts_with("compiling the shader test_broken for "), "{error}");
+        assert!(error.contains("no_such_name") && error.contains(&face::USE_CPU.to_string()), "{error}");
+        assert!(!error.contains('\n') && !error.contains(&face::MAX_MEMORY.to_string()), "{error}");
         // What was wrong is reported once; the device goes on.
         assert_eq!(read(&tensor), [0; 4]);
         gpu.dispatch(&BROKEN, &[], &[tensor.gpu().unwrap()], &[0; 8], [1, 1, 1], 1.0).unwrap();
-        assert!(pollster::block_on(tensor.to_u32()).is_err());
+        assert_eq!(pollster::block_on(tensor.to_u32()).unwrap_err().to_string(), error);
     });
 }
 

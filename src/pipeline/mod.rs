@@ -24,4 +24,4 @@ pub use events::{Event, Observer};
 pub use plan::{ModulePlan, Plan, PlanOptions, make_plan};
 pub use report::{ModuleRow, RunReport};
 pub use run::{RunOptions, run};
-pub use select::{Output, Override};
+pub use select::{Output, Override, Values};

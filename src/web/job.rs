@@ -9,7 +9,7 @@ use super::protocol::{Event, Settings};
 use super::session::{Prepared, Session, segment_options};
 use super::shelf::{self, Note};
 use super::watcher::Watcher;
-use crate::checkpoint::CONFIG;
+use crate::checkpoint::{CONFIG, Format};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pipeline::journal::{JOURNAL, Journal};
@@ -174,13 +174,17 @@ fn name_of(model: &str, settings: &Settings) -> String {
         -1 => String::new(),
         size => format!("-g{size}"),
     };
+    let format = match settings.format {
+        Format::Gptq => String::new(),
+        format => format!("-{format}"),
+    };
     let preset = match settings.preset.as_str() {
         "default" => String::new(),
         preset => format!("-{preset}"),
     };
     let plain = |c: char| if c.is_ascii_alphanumeric() || "._-".contains(c) { c } else { '-' };
     let model: String = model.trim_start_matches('.').chars().map(plain).collect();
-    format!("{model}-{}bit{group}{preset}", settings.bits)
+    format!("{model}-{}bit{group}{preset}{format}", settings.bits)
 }
 
 /// Refuses to write over what a person has in a folder.

@@ -11,11 +11,11 @@ use super::protocol::{Event, Scored, Which};
 use super::session::{Session, texts};
 use super::shelf;
 use crate::error::{Error, Result};
-use crate::eval::{check_context, compare, continuations, perplexity};
+use crate::eval::{check_context, compare, continuations, last_words, perplexity};
 use crate::model::{ModelConfig, Stored};
 use crate::storage::Sink;
 use crate::storage::browser::PrivateSink;
-use crate::text::{ModelText, Segments, TextFile, evaluation_segments};
+use crate::text::{ModelText, Segments, TextFile, evaluation_segments, passages};
 
 /// Tokens in a window of text.
 const WINDOW: usize = 512;
@@ -103,6 +103,34 @@ impl Session {
             false => None,
         };
         Ok(Event::Compared { comparison, continuations })
+    }
+
+    /// Answers `LastWords`.
+    pub async fn last_words(
+        &mut self,
+        id: u32,
+        and_before: bool,
+        name: Option<String>,
+        device: &str,
+        files: &[File],
+    ) -> Result<Event> {
+        self.silence();
+        let begun = Instant::now();
+        let Some(file) = texts(files).await?.pop() else {
+            return Err(Error::options("there are no passages", "Choose a .jsonl of {\"text\": …} rows"));
+        };
+        let device = self.choose_device(device).await?;
+        let mut subjects = vec![self.subject(Which::After, name.as_deref()).await?];
+        if and_before {
+            subjects.insert(0, self.subject(Which::Before, None).await?);
+        }
+        let first = &subjects[0];
+        let window = WINDOW.min(first.config.max_position_embeddings);
+        let (passages, skipped) = passages(&first.text, &file, window)?;
+        let models: Vec<&Stored> = subjects.iter().map(|subject| subject.stored.as_ref()).collect();
+        let models = last_words(&models, &passages, &device, self.teller(id)).await?;
+        let seconds = begun.elapsed().as_secs_f64();
+        Ok(Event::LastWords { models, passages: passages.len(), skipped, seconds })
     }
 
     /// Tells how far it is, and has the work wait and stop as the page wishes.

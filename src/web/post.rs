@@ -9,6 +9,7 @@ use web_sys::{DedicatedWorkerGlobalScope, File};
 
 use super::protocol::{Answer, Event};
 use crate::error::Error;
+use crate::face;
 
 thread_local! {
     /// The request being worked on.
@@ -49,7 +50,12 @@ fn post_with(id: u32, event: Event, files: Option<Array>) {
 }
 
 pub fn post_failure(id: u32, error: &Error, resumable: bool) {
-    post(id, Event::Failed { message: error.to_string(), code: error.exit_code(), resumable });
+    post_failed(id, error, resumable, None);
+}
+
+/// `rule`: which of the settings' rules is at fault.
+pub fn post_failed(id: u32, error: &Error, resumable: bool, rule: Option<usize>) {
+    post(id, Event::Failed { message: error.to_string(), code: error.exit_code(), resumable, rule });
 }
 
 /// Has panics, and what ends the program without one (no memory left), answered like any failure.
@@ -57,6 +63,14 @@ pub fn catch_panics() {
     std::panic::set_hook(Box::new(|panic| {
         let what = panic.to_string();
         web_sys::console::error_1(&JsValue::from(what.as_str()));
+        // wgpu knows two of WebGPU's three kinds of error and panics at the third, the driver's own.
+        if what.contains("webgpu.rs") && what.contains("Unexpected error") {
+            return die(&format!(
+                "the graphics driver failed, and the browser tells no more than that it did. Reload the page. {}, or \
+                 update the driver",
+                face::USE_CPU
+            ));
+        }
         die(&Error::Internal(what.split_whitespace().collect::<Vec<_>>().join(" ")).to_string());
     }));
     for (event, field) in [("onerror", None), ("onunhandledrejection", Some("reason"))] {
@@ -86,6 +100,9 @@ pub fn is_dead() -> bool {
 /// What was at work is gone, but finished blocks are kept.
 fn die(message: &str) {
     if !DEAD.replace(true) {
-        post(CURRENT.get(), Event::Failed { message: message.to_owned(), code: 70, resumable: true });
+        post(
+            CURRENT.get(),
+            Event::Failed { message: message.to_owned(), code: 70, resumable: true, rule: None },
+        );
     }
 }

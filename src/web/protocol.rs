@@ -7,8 +7,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::eval::{Comparison, Continuations};
-use crate::pipeline::{ModulePlan, ModuleRow};
+use crate::checkpoint::Format;
+use crate::eval::{Comparison, Continuations, LastWords};
+use crate::pipeline::{ModulePlan, ModuleRow, Values};
 
 /// From the page.
 #[derive(Debug, Clone, Deserialize)]
@@ -62,6 +63,16 @@ pub enum Request {
         continuations: bool,
         #[serde(flatten)]
         text: Scored,
+    },
+    /// How often the open model (where `before`) and a result foretell the last words of passages: rows of
+    /// {"text"} in the posted file. → [`Event::Scoring`] …, [`Event::LastWords`]
+    LastWords {
+        before: bool,
+        /// A stored result by its name, instead of the last one.
+        #[serde(default)]
+        stored: Option<String>,
+        /// "gpu" or "cpu".
+        device: String,
     },
     /// Text from the open model or a result. → [`Event::Scoring`] while the model is loaded,
     /// [`Event::Reading`], [`Event::Token`] …, [`Event::Generated`]
@@ -138,6 +149,26 @@ pub struct Settings {
     pub seed: u64,
     /// Bytes that activations and weights may take; `None` for a guess from the device.
     pub max_memory: Option<u64>,
+    #[serde(default)]
+    pub format: Format,
+    /// What differs for some layers.
+    #[serde(default)]
+    pub rules: Vec<Rule>,
+    /// Quantize the output head too.
+    #[serde(default)]
+    pub lm_head: bool,
+    /// Bytes of tensors in one file; `None` for what suits the place.
+    #[serde(default)]
+    pub shard_bytes: Option<u64>,
+}
+
+/// What differs for the layers whose name a regex matches. The first rule that matches counts, and those that
+/// leave layers alone before the others.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Rule {
+    pub pattern: String,
+    /// `None` leaves them in 16 bits.
+    pub values: Option<Values>,
 }
 
 /// From the worker.
@@ -237,6 +268,14 @@ pub enum Event {
         comparison: Comparison,
         continuations: Option<Continuations>,
     },
+    /// Of the open model, if it was asked for, and of the result.
+    LastWords {
+        models: Vec<LastWords>,
+        passages: usize,
+        /// Rows that are no passages: they have fewer than two words.
+        skipped: usize,
+        seconds: f64,
+    },
     /// Tokens of the prompt that are read, and how many there are.
     Reading {
         done: usize,
@@ -256,6 +295,9 @@ pub enum Event {
         tokens_per_second: Option<f64>,
         /// "end", "max_tokens", "context" or "stopped".
         finish: String,
+        /// Bytes of wasm memory, and of buffers on the device.
+        wasm_bytes: u64,
+        device_bytes: u64,
     },
     Stored {
         items: Vec<StoredItem>,
@@ -273,6 +315,8 @@ pub enum Event {
         code: u8,
         /// Something is left that `Quantize` with `resume` goes on with.
         resumable: bool,
+        /// Which of the settings' rules is at fault, if one is by itself (`Plan` only).
+        rule: Option<usize>,
     },
 }
 
@@ -301,11 +345,17 @@ pub struct ModelSummary {
     pub dtype: String,
     /// Of a checkpoint that is quantized already.
     pub quantized_bits: Option<u32>,
+    /// The head is the embedding table.
+    pub tied: bool,
 }
 
 #[derive(Debug, Clone, Serialize)]
 pub struct PlanSummary {
     pub modules: Vec<ModulePlan>,
+    /// Modules that stay in 16 bits as asked.
+    pub skipped: Vec<String>,
+    /// Files of weights.
+    pub files: usize,
     pub memory_bytes: u64,
     /// The parts of it, by name.
     pub memory: std::collections::BTreeMap<String, u64>,

@@ -7,8 +7,8 @@ use wasm_bindgen::JsCast;
 use web_sys::{Blob, File};
 
 use super::control::Control;
-use super::post::{begin, post, post_failure, post_files, scope};
-use super::protocol::{Event, ModelSummary, PlanSummary, Request, Settings};
+use super::post::{begin, post, post_failed, post_files, scope};
+use super::protocol::{Event, ModelSummary, PlanSummary, Request, Rule, Settings};
 use super::voice::Voice;
 use super::worker::Posted;
 use super::{adapter, demo, shelf};
@@ -20,7 +20,7 @@ use crate::gptq::scheme::{Choice, Preset, Scheme};
 use crate::kernels::selftest::open_gpu;
 use crate::model::arch::expected_tensors;
 use crate::model::{ModelConfig, Stored};
-use crate::pipeline::{Output, Plan, PlanOptions, estimate, make_plan};
+use crate::pipeline::{Output, Override, Plan, PlanOptions, estimate, make_plan};
 use crate::storage::Source;
 use crate::storage::browser::{FileSource, reason};
 use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents};
@@ -78,6 +78,7 @@ impl Session {
     pub async fn answer(&mut self, posted: Posted) {
         let id = posted.message.id;
         begin(id);
+        let mut rule = None;
         let answered = match posted.message.request {
             Request::Quantize { settings, resume } => {
                 return self.quantize(id, settings, resume, posted.directory).await;
@@ -90,7 +91,13 @@ impl Session {
             }
             Request::Open { demo, name } => self.open(demo, name, posted.files).await,
             Request::Calibration { builtin } => self.take_text(builtin, &posted.files).await,
-            Request::Plan { settings } => self.plan(&settings, posted.directory.is_none()).await,
+            Request::Plan { settings } => {
+                let planned = self.plan(&settings, posted.directory.is_none()).await;
+                if let Err(error) = &planned {
+                    rule = self.rule_at_fault(&settings, error).await;
+                }
+                planned
+            }
             Request::Evaluate { which, stored, text } => {
                 self.control.begin();
                 let scored = self.evaluate(id, which, stored, text, &posted.files).await;
@@ -102,6 +109,12 @@ impl Session {
                 let compared = self.compare(id, stored, continuations, text, &posted.files).await;
                 self.control.end();
                 compared
+            }
+            Request::LastWords { before, stored, device } => {
+                self.control.begin();
+                let scored = self.last_words(id, before, stored, &device, &posted.files).await;
+                self.control.end();
+                scored
             }
             Request::Generate(wanted) => {
                 self.control.begin();
@@ -125,7 +138,7 @@ impl Session {
             Ok(event) => post(id, event),
             Err(error) => {
                 self.forget_broken(&error);
-                post_failure(id, &error, false);
+                post_failed(id, &error, false, rule);
             }
         }
     }
@@ -164,6 +177,7 @@ impl Session {
             shards: files.len(),
             dtype: main_dtype(&stored).map_or("none", DType::name).to_owned(),
             quantized_bits: stored.quant.as_ref().map(|quant| quant.scheme.bits),
+            tied: config.tie_word_embeddings,
         };
         self.model = Some(Model { name, stored: Rc::new(stored), config, text: None });
         Ok(Event::Model(summary))
@@ -244,13 +258,16 @@ impl Session {
         self.open_model()?;
         let device = self.choose_device(&settings.device).await?;
         let mut options = PlanOptions {
-            output: Output::default(),
+            output: output(settings),
             scheme,
             tokens: 0,
             longest: 0,
             max_memory: settings.max_memory.unwrap_or_else(|| memory(&device)),
             batch_tokens,
-            shard_bytes: if small_files { FOLDER_SHARD_BYTES } else { DEFAULT_SHARD_BYTES },
+            shard_bytes: settings.shard_bytes.unwrap_or(match small_files {
+                true => FOLDER_SHARD_BYTES,
+                false => DEFAULT_SHARD_BYTES,
+            }),
         };
         let mut segments = Rc::new(Segments::none());
         if options.scheme.needs_inputs() && self.calibration.is_empty() {
@@ -301,9 +318,30 @@ impl Session {
             output_bytes: plan.layout.file_bytes(),
             tokens: plan.tokens,
             free_bytes: if private { shelf::free_bytes().await } else { None },
+            files: plan.layout.shards().len(),
             warnings: plan.warnings,
             modules: plan.modules,
+            skipped: plan.skipped,
         }))
+    }
+
+    /// The rule that by itself gives the same error: the one to point at.
+    async fn rule_at_fault(&mut self, settings: &Settings, error: &Error) -> Option<usize> {
+        let error = error.to_string();
+        let mut fails = async |rules: Vec<Rule>| {
+            let some = Settings { rules, ..settings.clone() };
+            let planned = self.prepare(&some, false, true, None).await;
+            planned.err().is_some_and(|other| other.to_string() == error)
+        };
+        if settings.rules.is_empty() || fails(Vec::new()).await {
+            return None;
+        }
+        for (at, rule) in settings.rules.iter().enumerate() {
+            if fails(vec![rule.clone()]).await {
+                return Some(at);
+            }
+        }
+        None
     }
 }
 
@@ -333,6 +371,18 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
         alpha: None,
         refit: None,
     })
+}
+
+fn output(settings: &Settings) -> Output {
+    let rules = settings.rules.iter();
+    let skip = |rule: &Rule| rule.values.is_none().then(|| rule.pattern.clone());
+    let differs = |rule: &Rule| rule.values.map(|values| Override { pattern: rule.pattern.clone(), values });
+    Output {
+        format: settings.format,
+        overrides: rules.clone().filter_map(differs).collect(),
+        skip: rules.filter_map(skip).collect(),
+        lm_head: settings.lm_head,
+    }
 }
 
 pub fn segment_options(settings: &Settings) -> SegmentOptions {

@@ -5,6 +5,7 @@ use web_time::Instant;
 use super::post::post;
 use super::protocol::{Event, Generate, Which};
 use super::session::{Session, memory};
+use super::watcher::{device_bytes, wasm_bytes};
 use crate::error::{Error, Result};
 use crate::generate::{self, Chat, Finish, Generator, Options, Sampling};
 use crate::pipeline::plan::human_bytes;
@@ -76,7 +77,10 @@ impl Session {
             let prompt = generator.text().tokenizer()?.encode(&wanted.prompt, true)?;
             generator.generate(&prompt, &options, tell).await?
         };
+        let device = self.choose_device(&wanted.device).await?;
         Ok(Event::Generated {
+            wasm_bytes: wasm_bytes(),
+            device_bytes: device_bytes(&device),
             tokens: generated.ids.len(),
             prompt_tokens: generated.prompt_tokens,
             reused_tokens: generated.reused_tokens,

@@ -78,18 +78,23 @@ impl Watcher {
                 seconds_left: (rate > 0.0).then(|| (1.0 - fraction) / rate),
                 tokens_per_second: self.tokens as f64 * blocks * rate,
                 wasm_bytes: wasm_bytes(),
-                device_bytes: match &self.device {
-                    Device::Cpu => 0,
-                    Device::Gpu(gpu) => gpu.memory().0,
-                },
+                device_bytes: device_bytes(&self.device),
             },
         );
     }
 }
 
 /// Bytes of wasm memory; it never shrinks, so this is the most there ever was.
-fn wasm_bytes() -> u64 {
+pub fn wasm_bytes() -> u64 {
     core::arch::wasm32::memory_size::<0>() as u64 * (64 << 10)
+}
+
+/// Bytes of buffers in use on a device that has memory of its own.
+pub fn device_bytes(device: &Device) -> u64 {
+    match device {
+        Device::Cpu => 0,
+        Device::Gpu(gpu) => gpu.memory().0,
+    }
 }
 
 impl Observer for Watcher {

@@ -17,6 +17,9 @@ const FLAGS = [
 ];
 const SOFTWARE_GPU = ['--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshader'];
 
+/** Chromium, with a GPU in software or with what there is. */
+export const launch = ({ gpu }) => chromium.launch({ executablePath: CHROMIUM, args: gpu ? [...FLAGS, ...SOFTWARE_GPU] : FLAGS });
+
 /**
  * Browser (with a GPU in software, or without any) and server, which may serve changed files (see `serve`); `page()`
  * gives a page in a profile of its own, `close()` ends all.
@@ -24,7 +27,7 @@ const SOFTWARE_GPU = ['--enable-unsafe-webgpu', '--use-webgpu-adapter=swiftshade
 export async function start({ gpu = true, changes = {} } = {}) {
   const server = await serve(changes);
   const { origin } = new URL(server.url);
-  const browser = await chromium.launch({ executablePath: CHROMIUM, args: gpu ? [...FLAGS, ...SOFTWARE_GPU] : FLAGS });
+  const browser = await launch({ gpu });
   mkdirSync(SHOTS, { recursive: true });
   return {
     origin,

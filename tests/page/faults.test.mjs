@@ -58,6 +58,60 @@ test('memory of the GPU that runs out', LONG, async () => {
   });
 });
 
+test('a large buffer that cannot be had', LONG, async () => {
+  // What an allocation of the run's own is answered with, as a driver without memory does.
+  const fault = (wanted) => {
+    const { pushErrorScope, popErrorScope } = GPUDevice.prototype;
+    const scopes = [];
+    GPUDevice.prototype.pushErrorScope = function (filter) {
+      scopes.push(filter);
+      return pushErrorScope.call(this, filter);
+    };
+    GPUDevice.prototype.popErrorScope = async function () {
+      const filter = scopes.pop();
+      const error = await popErrorScope.call(this);
+      return wanted() && filter === 'out-of-memory' ? new GPUOutOfMemoryError('no memory for a buffer') : error;
+    };
+  };
+  await failing(before(fault), { device: 'gpu', samples: 16, length: 128 }, async (message) => {
+    assert.match(message, /^running on .*: Out of Memory for a buffer of \d+\.\d MB\. Lower “Memory limit”/);
+  });
+});
+
+test('a shader that the browser refuses', LONG, async () => {
+  const fault = (wanted) => {
+    const { createShaderModule } = GPUDevice.prototype;
+    GPUDevice.prototype.createShaderModule = function (descriptor) {
+      const code = wanted() ? descriptor.code.replace(/fn main\([^]*?\{/, '$& no_such_name = 1;') : descriptor.code;
+      return createShaderModule.call(this, { ...descriptor, label: descriptor.label, code });
+    };
+  };
+  await failing(before(fault), { device: 'gpu' }, async (message, page) => {
+    await shot(page, 'shader');
+    assert.match(message, /^compiling the shader [a-z_]+ for .* (before the first block|in block \d of 6, stage \w+): .*no_such_name/);
+    assert.match(message, /Choose the CPU as device, and report it with what was chosen and pressed before it/);
+    assert.doesNotMatch(message, /Memory limit/);
+  });
+});
+
+test('a driver that fails', LONG, async () => {
+  const fault = (wanted) => {
+    const { createBuffer } = GPUDevice.prototype;
+    let told = false;
+    GPUDevice.prototype.createBuffer = function (descriptor) {
+      if (wanted() && !told) {
+        told = true;
+        const error = new GPUInternalError('the compiler failed');
+        this.dispatchEvent(new GPUUncapturedErrorEvent('uncapturederror', { error, cancelable: true }));
+      }
+      return createBuffer.call(this, descriptor);
+    };
+  };
+  await failing(before(fault), { device: 'gpu' }, async (message) => {
+    assert.match(message, /^the graphics driver failed, .*Reload the page\. Choose the CPU as device, or update the driver/);
+  });
+});
+
 test('memory of wasm that runs out', LONG, async () => {
   const MOST = 48e6;
   const changes = { 'halftone_bg.wasm': (module) => limited(module, MOST) };

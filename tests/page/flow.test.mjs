@@ -7,7 +7,7 @@ import { join } from 'node:path';
 import { after, before, test } from 'node:test';
 import { createRequire } from 'node:module';
 import { downloaded, drop, shot, start } from './browser.mjs';
-import { ROOT } from './harness.mjs';
+import { ROOT, quantizedNatively, tensors } from './harness.mjs';
 
 const MODEL = join(ROOT, 'web/demo/model');
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
@@ -81,6 +81,10 @@ function clean(page) {
   assert.deepEqual(elsewhere, []);
 }
 
+/** Passages in the manner of the demo model's text, and a row that is none. */
+const PASSAGES = ['The cat sat on the mat', 'Once upon a time there was a king', 'and he said to the', 'alone']
+  .map((text) => JSON.stringify({ text })).join('\n');
+
 /** What the demo model gives with `small`, for the others to compare with. */
 let expected;
 
@@ -121,11 +125,15 @@ test('the demo model: plan, run, files, perplexity, report', LONG, async () => {
   const columns = (text) => text.trim().split('\n').map((line) => line.split(',').slice(0, 7).join());
   assert.deepEqual(columns(csv.bytes.toString()), columns(log), 'the table is the program’s own');
 
+  await page.setInputFiles('[name=passages]', { name: 'passages.jsonl', mimeType: '', buffer: Buffer.from(PASSAGES) });
   await page.check('[name=continuations]');
   const [before, after] = (await measured(page)).map(Number);
   assert.match(await page.locator('#evaluate-result').textContent(), /Texts part after[\d.]+ tokens[0-2] of 2 never in 48/);
   assert.ok(before > 1 && after > before && after < before * 1.5, `${before} → ${after}`);
   assert.match(await page.locator('#evaluate-result').textContent(), /Same likeliest token[1-9]\d\.\d.%KL divergence0\.\d+99 % of it below0\.\d+/);
+  await page.locator('#evaluate-result', { hasText: 'Last words of 3 passages' }).waitFor(LONG);
+  assert.match(await page.locator('#evaluate-result').textContent(), /Last word right before[\d.]+.%.*Last word right after[\d.]+.%.*; 1 row has fewer/);
+  await page.setInputFiles('[name=passages]', []);
   assert.equal(await page.locator('#errors-chart canvas').count(), 1);
 
   await page.fill('[name=prompt]', 'The boy');
@@ -258,6 +266,93 @@ test('a folder by drag and drop, calibrated with a text of one’s own', LONG, a
   await page.context().close();
 });
 
+/** Adds a line to “Layers that differ”. */
+async function rule(page, choices) {
+  await page.click('#add-rule');
+  const line = page.locator('#rule-list li').last();
+  for (const [name, value] of Object.entries(choices)) {
+    const field = line.locator(`[data-name=${name}]`);
+    await (name === 'pattern' ? field.fill(value) : field.selectOption(value));
+  }
+}
+
+test('another format, and layers that differ: the bytes of the command line', LONG, async (t) => {
+  const page = await browser.page();
+  await page.click('#choose-demo');
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  assert.ok(await page.isDisabled('[name=lm_head]'));
+  assert.match(await page.locator('#head-hint').textContent(), /head is its embedding table/);
+  await page.selectOption('[name=preset]', 'rtn');
+  await page.selectOption('[name=group_size]', '64');
+  await page.selectOption('[name=format]', 'compressed-tensors');
+  await rule(page, { pattern: 'down_proj', bits: '8', group_size: '32', sym: 'false' });
+  await rule(page, { pattern: 'layers.5.self_attn', bits: '16' });
+  await page.getByText('4 layers stay in 16 bits').waitFor(LONG);
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  const rows = await page.locator('#plan-body table').first().locator('tbody tr').allTextContents();
+  assert.ok(rows.some((row) => /^mlp\.down_proj ×6.*832fitted/.test(row)), rows.join('; '));
+  assert.ok(rows.some((row) => /^self_attn\.q_proj ×5.*464middle/.test(row)), rows.join('; '));
+
+  // What is wrong with a line is said there, before any work.
+  const wrong = page.locator('#rule-list li').nth(2).locator('.wrong');
+  await rule(page, { pattern: 'layers.0.mlp.(down' });
+  await wrong.filter({ hasText: '“Layers that differ” "layers.0.mlp.(down" is not a regex' }).waitFor(LONG);
+  await shot(page, 'rule-refused');
+  await accessible(page, 'a rule that is refused');
+  assert.ok(await page.isDisabled('#quantize'));
+  assert.equal(await page.locator('#message:not([hidden])').count(), 0);
+  await page.locator('#rule-list li').nth(2).locator('[data-name=pattern]').fill('down_prj');
+  await wrong.filter({ hasText: 'matches no linear layer of this model. Near it are model.layers.0.mlp.down_proj' }).waitFor(LONG);
+  await page.locator('#rule-list li').nth(2).locator('[data-name=pattern]').fill('v_proj');
+  await wrong.filter({ hasText: 'share an input' }).waitFor(LONG);
+  assert.match(await wrong.textContent(), /Let “Layers that differ” and “left in 16 bits” match all of q_proj, k_proj, v_proj/);
+  await page.locator('#rule-list li').nth(2).getByText('Remove').click();
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  assert.equal(await page.locator('.wrong:not([hidden])').count(), 0);
+  await shot(page, 'rules');
+
+  await page.click('#quantize');
+  await finished(page);
+  assert.match(await page.locator('#result-place').textContent(), /demo-4bit-g64-rtn-compressed-tensors/);
+  const config = JSON.parse((await downloaded(page, link(page, /^config\.json$/))).bytes);
+  assert.equal(config.quantization_config.quant_method, 'compressed-tensors');
+  const ours = (await downloaded(page, link(page, 'model.safetensors'))).bytes;
+  const of = tensors(ours);
+  assert.ok(of.has('model.layers.5.self_attn.q_proj.weight') && of.has('model.layers.4.self_attn.q_proj.weight_packed'));
+  assert.deepEqual(of.get('model.layers.0.mlp.down_proj.weight_scale').shape, [256, 768 / 32]);
+  clean(page);
+  await page.context().close();
+  const theirs = await quantizedNatively(MODEL, [
+    '--preset', 'rtn', '--group-size', '64', '--format', 'compressed-tensors',
+    '--override', 'down_proj=bits:8,group_size:32,asym', '--skip', 'layers.5.self_attn',
+  ]);
+  if (!theirs) return t.skip('the command line is not built');
+  assert.ok(ours.equals(theirs));
+});
+
+test('a head of its own is quantized too, and files are as small as asked', LONG, async (t) => {
+  const model = join(ROOT, 'tests/goldens/models/llama');
+  const page = await browser.page();
+  await page.setInputFiles('#folder-input', model);
+  await page.locator('#settings:not([hidden])').waitFor(LONG);
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  await page.selectOption('[name=preset]', 'rtn');
+  await page.selectOption('[name=group_size]', '32');
+  await page.check('[name=lm_head]');
+  await page.locator('#plan-body table').first().getByText('lm_head').waitFor(LONG);
+  await page.fill('[name=shard_bytes]', '1');
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  await page.click('#quantize');
+  await finished(page);
+  const ours = (await downloaded(page, link(page, 'model.safetensors'))).bytes;
+  assert.ok(tensors(ours).has('lm_head.qweight'));
+  clean(page);
+  await page.context().close();
+  const theirs = await quantizedNatively(model, ['--preset', 'rtn', '--group-size', '32', '--quantize-lm-head']);
+  if (!theirs) return t.skip('the command line is not built');
+  assert.ok(ours.equals(theirs));
+});
+
 test('what cannot be used is refused with the reason', LONG, async () => {
   const page = await browser.page();
   const refused = async (directory, pattern) => {
@@ -382,6 +477,9 @@ test('narrow and dark', LONG, async () => {
   const page = await browser.page({ viewport: { width: 360, height: 740 }, colorScheme: 'dark' });
   await page.click('#choose-demo');
   await small(page);
+  await rule(page, { pattern: 'down_proj', bits: '8' });
+  await page.locator('#plan-body', { hasText: 'mlp.down_proj ×6768 → 2568' }).waitFor(LONG);
+  await page.locator('#quantize:enabled').waitFor(LONG);
   const wider = () => page.evaluate(() => document.documentElement.scrollWidth - innerWidth);
   assert.ok(await wider() <= 0);
   await shot(page, 'narrow-plan');

@@ -1,8 +1,9 @@
 // A browser with the built page's files at hand: a server for dist/, Chromium with WebGPU on SwiftShader,
 // and a worker that is spoken to as the page does.
 
+import { execFileSync } from 'node:child_process';
 import { createServer } from 'node:http';
-import { createReadStream } from 'node:fs';
+import { createReadStream, existsSync } from 'node:fs';
 import { mkdtemp, readFile, rm, stat } from 'node:fs/promises';
 import { tmpdir } from 'node:os';
 import { extname, join, normalize } from 'node:path';
@@ -145,7 +146,7 @@ const decoded = (files) => new Map(files.map(([name, text]) => [name, Buffer.fro
 /** Runs in the page. */
 function installDriver() {
   const ENDS = new Set([
-    'ready', 'model', 'text', 'plan', 'done', 'paused', 'resumed', 'score', 'compared', 'generated', 'stored', 'files', 'failed',
+    'ready', 'model', 'text', 'plan', 'done', 'paused', 'resumed', 'score', 'compared', 'last_words', 'generated', 'stored', 'files', 'failed',
   ]);
   const worker = new Worker('worker.js');
   const requests = new Map();
@@ -213,6 +214,21 @@ function installDriver() {
       return found;
     },
   };
+}
+
+/** The weights that the command line makes of a model with these options; `undefined` if it is not built. */
+export async function quantizedNatively(model, options) {
+  const target = process.env.CARGO_TARGET_DIR ?? join(ROOT, 'target');
+  const program = ['release', 'debug'].map((profile) => join(target, profile, 'halftone')).find(existsSync);
+  if (!program) return undefined;
+  const out = await mkdtemp(join(tmpdir(), 'halftone-native-'));
+  try {
+    execFileSync(program, ['quantize', model, '--out', join(out, 'q'), '--device', 'cpu', '--json', ...options],
+      { stdio: ['ignore', 'pipe', 'ignore'] });
+    return await readFile(join(out, 'q', 'model.safetensors'));
+  } finally {
+    await rm(out, { recursive: true });
+  }
 }
 
 /** Tensors of a safetensors file by name: dtype, shape, bytes. */

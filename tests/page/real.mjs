@@ -3,9 +3,9 @@
 //   node tests/page/real.mjs MODEL_DIR [--samples 8] [--seq-len 128] [--bits 4] [--group-size 64] [--device cpu]
 //                                      [--tokens 2048] [--out DIR]
 //
-// It prints time, peak memory, the longest task of the page's own thread and both perplexities, saves the
-// checkpoint in DIR (target/page/real), and has the command line score it over the same text; $HALFTONE names
-// that program, else it is the release build.
+// It prints time, peak memory, the longest task of the page's own thread, both perplexities and what both models
+// generate, saves the checkpoint in DIR (target/page/real), and has the command line score it over the same text;
+// $HALFTONE names that program, else it is the release build.
 
 import assert from 'node:assert/strict';
 import { execFileSync } from 'node:child_process';
@@ -59,11 +59,12 @@ await page.locator('#result:not([hidden]), #message:not([hidden])').first().wait
 const failed = await page.locator('#message:not([hidden])').count();
 assert.equal(failed, 0, await page.locator('#message-text').textContent());
 const seconds = (performance.now() - begun) / 1000;
-const { wall, cpu, over } = await tasks.end();
+const { wall, cpu, over, parts } = await tasks.end();
 const fact = async (name) => page.locator('#run-facts div', { hasText: name }).locator('dd').textContent();
 console.log(`quantized in ${seconds.toFixed(1)} s; wasm memory ${await fact('Wasm memory')}`);
 console.log(`longest task of the page's thread: ${wall.toFixed(0)} ms by the clock, ${cpu.toFixed(0)} ms of processor time; `
   + `${over} beyond 50 ms by the clock (load of this machine: ${loadavg()[0].toFixed(1)})`);
+console.log(`in the one with most processor time: ${parts.join(', ')}`);
 
 await page.locator('#result-files a').first().waitFor(HOURS);
 rmSync(values.out, { recursive: true, force: true });
@@ -76,8 +77,13 @@ for (const link of await page.locator('#result-files a').all()) {
 await page.fill('[name=max_tokens]', values.tokens);
 await page.click('#measure');
 await page.locator('#evaluate-result dd').first().waitFor(HOURS);
-const [before, after] = (await page.locator('#evaluate-result dd').allTextContents()).map(Number);
+const [before, after] = (await page.locator('#evaluate-result .big dd:not(.under)').allTextContents()).map(Number);
 console.log(`perplexity in the page: ${before} before, ${after} after. ${await page.locator('#evaluate-result p').textContent()}`);
+await page.fill('[name=max_new_tokens]', '48');
+await page.click('#generate');
+await page.locator('#stop-generating:not([hidden])').waitFor(HOURS);
+await page.locator('#stop-generating').waitFor({ state: 'hidden', ...HOURS });
+for (const side of await page.locator('.sides article').all()) console.log((await side.innerText()).replaceAll('\n', ' '));
 assert.deepEqual(page.complaints, []);
 await page.screenshot({ path: join(ROOT, 'target/page/real.png'), fullPage: true });
 await browser.close();

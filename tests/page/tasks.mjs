@@ -5,7 +5,7 @@ import { readFileSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 
-/** Begins to watch; `end()` gives the longest in milliseconds and how many took `LONG` or more by the clock. */
+/** Begins to watch; `end()` gives the longest in milliseconds, what it did, and how many took `LONG` or more by the clock. */
 export async function taskTimes(page) {
   const LONG = 50;
   const browser = page.context().browser();
@@ -31,8 +31,13 @@ export async function taskTimes(page) {
       const [own] = [...drawn].filter(([key]) => main.has(key)).sort(([, a], [, b]) => b - a)[0] ?? [];
       const tasks = events.filter((event) => event.name === 'ThreadControllerImpl::RunTask' && thread(event) === own);
       const most = (name) => tasks.reduce((longest, task) => Math.max(longest, (task[name] ?? 0) / 1000), 0);
+      const longest = tasks.reduce((most, task) => ((task.tdur ?? 0) > (most.tdur ?? 0) ? task : most));
+      const within = ({ ts, dur }) => ts >= longest.ts && ts + dur <= longest.ts + longest.dur;
+      const parts = events.filter((event) => event !== longest && event.tdur && thread(event) === own && within(event));
       return {
         wall: most('dur'),
+        // What took that one's time; one thing is often within another.
+        parts: parts.sort((a, b) => b.tdur - a.tdur).slice(0, 8).map(({ name, tdur }) => `${name} ${(tdur / 1000).toFixed(1)}`),
         cpu: most('tdur'),
         over: tasks.filter(({ dur }) => dur >= LONG * 1000).length,
         observed,

@@ -2,17 +2,16 @@
 // the private storage and in folders, stopping and going on, and what is said about bad input.
 
 import assert from 'node:assert/strict';
-import { execFileSync } from 'node:child_process';
 import { existsSync } from 'node:fs';
 import { mkdtemp, open, readFile, rm, symlink } from 'node:fs/promises';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { after, before, test } from 'node:test';
-import { ROOT, Worker, browse, serve, tensors } from './harness.mjs';
+import { ROOT, Worker, browse, quantizedNatively, serve, tensors } from './harness.mjs';
 
 const SMALL = {
   device: 'cpu', preset: 'default', bits: 4, group_size: 64, sym: true, desc_act: null, damp_percent: 0.01,
-  samples: 4, seq_len: 128, seed: 0, max_memory: null,
+  samples: 4, seq_len: 128, seed: 0, max_memory: null, format: 'gptq', rules: [], lm_head: false, shard_bytes: null,
 };
 const NAMES = ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'];
 const WEIGHTS = 'model.safetensors';
@@ -181,20 +180,10 @@ test('the result is compared with the model, and both generate', { timeout: 300_
   }
 });
 
-/** What the command line makes of the demo model with the same settings; `undefined` if it is not built. */
-async function native(options) {
-  const target = process.env.CARGO_TARGET_DIR ?? join(ROOT, 'target');
-  const program = ['release', 'debug'].map((profile) => join(target, profile, 'halftone')).find(existsSync);
-  if (!program) return undefined;
-  const out = await mkdtemp(join(tmpdir(), 'halftone-native-'));
-  execFileSync(program, [
-    'quantize', join(ROOT, 'web/demo/model'), '--calibration', join(ROOT, 'web/demo/calibration.txt'), '--out', join(out, 'q'),
-    '--group-size', '64', '--samples', '4', '--seq-len', '128', '--device', 'cpu', '--json', ...options,
-  ], { stdio: ['ignore', 'pipe', 'ignore'] });
-  const weights = await readFile(join(out, 'q', WEIGHTS));
-  await rm(out, { recursive: true });
-  return weights;
-}
+/** What the command line makes of the demo model with the same settings. */
+const native = (options) => quantizedNatively(join(ROOT, 'web/demo/model'), [
+  '--calibration', join(ROOT, 'web/demo/calibration.txt'), '--group-size', '64', '--samples', '4', '--seq-len', '128', ...options,
+]);
 
 test('rounding to nearest gives the bytes of the command line', { timeout: 60_000 }, async (t) => {
   const theirs = await native(['--preset', 'rtn']);

@@ -12,6 +12,8 @@ class Chart {
   #host;
   #options;
   #plot = null;
+  /** Puts a plot that was just made in its place. */
+  #begin = null;
   #data = null;
   #draw = throttled(() => this.#update(), 250);
 
@@ -31,26 +33,35 @@ class Chart {
   /** After a change of what the options depend on. */
   rebuild() {
     this.#plot?.destroy();
-    this.#plot = null;
+    this.#plot = this.#begin = null;
     this.#draw();
   }
 
   /** A PNG as a data URL; `null` before anything was drawn. */
   image() {
-    this.#update();
+    this.#update(true);
     return this.#plot?.ctx.canvas.toDataURL('image/png') ?? null;
   }
 
-  #update() {
+  /** `whole`: at once, and not one step in each frame. */
+  #update(whole = false) {
     const width = this.#host.clientWidth;
     if (!width || !this.#data) return;
     if (!this.#plot) {
       const options = { width, height: HEIGHT, ...this.#options(colours()) };
-      this.#plot = new uPlot(options, this.#data, this.#host);
-    } else {
-      if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT });
-      this.#plot.setData(this.#data);
+      // To make one and to draw it first take about as long: each has a frame of its own.
+      this.#plot = new uPlot(options, this.#data, (plot, begin) => {
+        this.#begin = () => {
+          this.#host.append(plot.root);
+          begin();
+        };
+      });
+      if (!whole) return this.#draw();
     }
+    this.#begin?.();
+    this.#begin = null;
+    if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT });
+    this.#plot.setData(this.#data);
   }
 }
 

@@ -12,18 +12,20 @@ const ANSWERS = {
   resume: 'resumed',
   evaluate: 'score',
   compare: 'compared',
+  last_words: 'last_words',
   generate: 'generated',
   list: 'stored',
   fetch: 'files',
   remove: 'stored',
 };
 
-/** What the worker says when it cannot: its message, the exit code, and whether it can go on later. */
+/** What the worker says when it cannot: its message, the exit code, whether it can go on later, and which rule is at fault. */
 export class Failure extends Error {
-  constructor({ message, code, resumable }) {
+  constructor({ message, code, resumable, rule = null }) {
     super(message);
     this.code = code;
     this.resumable = resumable;
+    this.rule = rule;
   }
 }
 

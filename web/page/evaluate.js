@@ -66,12 +66,17 @@ export class Evaluation {
       type: this.#before ? 'compare' : 'evaluate', which: 'after', stored: this.#stored, builtin,
       max_tokens: Number(form.elements.max_tokens.value), continuations: form.elements.continuations.checked, device: this.#device(),
     };
+    const passages = [...form.elements.passages.files];
+    const hear = (event) => { if (event.type === 'scoring') byId('evaluate-progress').value = event.fraction; };
     this.#show(null);
     this.#working(true);
     try {
-      this.#show(await this.#core.ask(request, {
-        files, hear: (event) => { if (event.type === 'scoring') byId('evaluate-progress').value = event.fraction; },
-      }));
+      const outcome = await this.#core.ask(request, { files, hear });
+      this.#show(outcome);
+      if (!passages.length) return;
+      byId('evaluate-progress').value = 0;
+      const words = { type: 'last_words', before: this.#before, stored: this.#stored, device: this.#device() };
+      this.#show({ ...outcome, words: await this.#core.ask(words, { files: passages, hear }) });
     } catch (error) {
       // The person pressed Stop.
       if (error.code !== 130) throw error;
@@ -95,14 +100,26 @@ const signed = (share, digits) => `${share < 0 ? '−' : '+'}${percent(Math.abs(
 const parting = ({ parting: { value }, same, prompts, tokens }) =>
   ['Texts part after', `${value.toFixed(1)} tokens`, `${same} of ${prompts} never in ${tokens}`];
 
+/** The share of passages whose last word each model foretells. */
+function foretold({ models }) {
+  const names = models.length > 1 ? ['Last word right before', 'Last word right after'] : ['Last word right'];
+  return models.map(({ accuracy: { value, interval } }, at) =>
+    [names[at], percent(value), interval && `${percent(interval[0])} to ${percent(interval[1])}`]);
+}
+
+const passagesRead = ({ passages, skipped, seconds }) => `Last words of ${count(passages)} ${passages === 1 ? 'passage' : 'passages'}, in `
+  + `${duration(seconds)}${skipped ? `; ${count(skipped)} ${skipped === 1 ? 'row has' : 'rows have'} fewer than two words` : ''}.`;
+
 /** The figures, large, and what they mean; for the page and the report. @param outcome the event `compared` or `score` */
 export function sentences(outcome) {
   const quiet = (text) => element('p', { className: 'quiet' }, text);
   const list = (rows) => element('dl', { className: 'facts big' }, ...rows.map(([name, value, under]) => element('div', {},
     element('dt', {}, name), element('dd', {}, value), ...(under ? [element('dd', { className: 'under' }, under)] : []))));
   const over = `Over ${count(outcome.tokens)} predicted tokens, in ${duration(outcome.seconds)}.`;
+  const words = outcome.words ? foretold(outcome.words) : [];
+  const under = outcome.words ? ` ${passagesRead(outcome.words)}` : '';
   if (outcome.type === 'score') {
-    return [list([['Perplexity', outcome.perplexity.toFixed(3)]]), quiet(`${over} Lower is better.`)];
+    return [list([['Perplexity', outcome.perplexity.toFixed(3)], ...words]), quiet(`${over} Lower is better.${under}`)];
   }
   /** A value and its interval, if there is one. */
   const row = (name, { value, interval }, text) => [name, text(value), interval && `${text(interval[0])} to ${text(interval[1])}`];
@@ -116,8 +133,9 @@ export function sentences(outcome) {
       row('KL divergence', outcome.kl, (value) => value.toPrecision(3)),
       ['99 % of it below', outcome.kl_99.toPrecision(3)],
       ...(outcome.continuations ? [parting(outcome.continuations)] : []),
+      ...words,
     ]),
     quiet(`${over} Perplexity: lower is better. KL divergence: how far the predicted probabilities moved, in nats; 0 for `
-      + `equal models.${outcome.ratio.interval ? ' Below the figures their 95 % intervals.' : ''}`),
+      + `equal models.${outcome.ratio.interval ? ' Below the figures their 95 % intervals.' : ''}${under}`),
   ];
 }

@@ -10,11 +10,18 @@ export class Log {
   /** Lines that are not in the table yet. */
   #fresh = [];
   #filter = byId('log-filter');
+  #box = byId('log-rows').closest('.scroll');
+  /** Who looks at the table's end keeps seeing it. */
+  #atEnd = true;
   #draw = throttled(() => this.#render(), 250);
 
   /** `name()` is the file name that "Save as CSV" proposes. */
   constructor(name) {
     this.#filter.addEventListener('input', () => this.#apply());
+    // Asked for while rows are put in, the same would have them laid out at once.
+    this.#box.addEventListener('scroll', () => {
+      this.#atEnd = this.#box.scrollTop + this.#box.clientHeight > this.#box.scrollHeight - 40;
+    }, { passive: true });
     byId('save-csv').onclick = () => save(new Blob([this.csv()], { type: 'text/csv' }), `${name()}.csv`);
   }
 
@@ -26,6 +33,7 @@ export class Log {
     this.#rows = [];
     this.#lines.clear();
     this.#fresh = [];
+    this.#atEnd = true;
     this.#filter.value = '';
     byId('log-rows').replaceChildren();
     this.#tell();
@@ -33,11 +41,11 @@ export class Log {
 
   /** @param row the event `module`; one that is there already (a resumed run) takes its place */
   add(row) {
-    const line = element('tr', {},
+    const line = element('tr', { role: 'row' },
       ...[String(row.layer), row.module, String(row.input), String(row.output), String(row.bits), group(row.group),
         row.damp === null ? '–' : String(row.damp), loss(row.rtn_loss), loss(row.gptq_loss),
         removed(row) === null ? '–' : percent(removed(row)), row.seconds.toFixed(2)]
-        .map((text, at) => element('td', { className: at === 1 ? 'text' : '' }, text)));
+        .map((text, at) => element('td', { role: 'cell', className: at === 1 ? 'text' : '' }, text)));
     const old = this.#lines.get(row.module);
     this.#lines.set(row.module, line);
     if (old) {
@@ -52,12 +60,9 @@ export class Log {
     this.#draw();
   }
 
-  /** Puts the new lines into the table; who looks at its end keeps seeing it. */
   #render() {
-    const box = byId('log-rows').closest('.scroll');
-    const atEnd = box.scrollTop + box.clientHeight > box.scrollHeight - 40;
     byId('log-rows').append(...this.#fresh.splice(0));
-    if (atEnd) box.scrollTop = box.scrollHeight;
+    if (this.#atEnd) this.#box.scrollTop = this.#box.scrollHeight;
     this.#tell();
   }
 

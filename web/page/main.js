@@ -7,6 +7,7 @@ import * as files from './files.js';
 import * as output from './output.js';
 import * as plan from './plan.js';
 import * as result from './result.js';
+import * as rules from './rules.js';
 import * as opened from './opened.js';
 import * as settings from './settings.js';
 import * as stored from './stored.js';
@@ -80,6 +81,7 @@ async function open(demo, chosen) {
     show(byId('model-status'), null);
   }
   describeModel(state.model);
+  settings.limit(state.model);
   if (!state.resume) settings.suggest(demo ? FOR_DEMO : USUAL);
   byId('settings').hidden = byId('plan').hidden = false;
   if (!state.text) await calibrate();
@@ -165,6 +167,7 @@ async function makePlan() {
     const answer = await core.ask({ type: 'plan', settings: chosen }, { directory: output.folder() ?? undefined });
     if (mine !== latest) return;
     clear();
+    rules.mark(null);
     show(byId('plan-status'), null);
     state.plan = answer;
     state.settings = chosen;
@@ -175,6 +178,13 @@ async function makePlan() {
     // An answer to settings that were changed meanwhile is of no interest.
     if (mine !== latest) return;
     byId('plan-body').replaceChildren();
+    rules.mark(error.rule, error.message);
+    if ((error.rule ?? null) !== null) {
+      clear();
+      byId('more').open = true;
+      show(byId('plan-status'), 'With these settings it cannot be done; “Layers that differ” says why.');
+      return;
+    }
     show(byId('plan-status'), 'With these settings it cannot be done; the message says why.');
     throw error;
   }

@@ -9,7 +9,8 @@ const CELL = 4;
 
 export class Picture {
   #latest = null;
-  #draw = throttled(() => this.#render(), 300);
+  /** A frame draws one of the three. */
+  #draws = Object.keys(SQUARES).map((name) => throttled(() => this.#render(name), 300));
 
   constructor() {
     matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => this.#draw());
@@ -22,32 +23,42 @@ export class Picture {
     if (weights) this.#draw();
   }
 
+  #draw() {
+    for (const draw of this.#draws) draw();
+  }
+
   /** The three squares as data URLs with their texts, for the report. */
   images() {
     if (!this.#latest) return [];
-    this.#render();
-    return ['weights', 'codes', 'errors'].map((name) =>
-      [byId(`picture-${name}-text`).textContent, byId(`picture-${name}`).toDataURL('image/png')]);
+    return Object.keys(SQUARES).map((name) => {
+      this.#render(name);
+      return [byId(`picture-${name}-text`).textContent, byId(`picture-${name}`).toDataURL('image/png')];
+    });
   }
 
   get module() {
     return this.#latest?.module ?? '';
   }
 
-  #render() {
-    const { module, rows, cols, bits, weights, codes, errors } = this.#latest;
+  #render(name) {
+    if (!this.#latest) return;
     const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(name).trim();
+    const colour = (of) => style.getPropertyValue(of).trim();
     const tones = { paper: colour('--paper'), above: colour('--ink'), below: colour('--accent') };
-    byId('picture-module').textContent = `${module}, first ${rows} × ${cols}`;
-    const largest = tone(byId('picture-weights'), rows, cols, weights, tones);
-    print(byId('picture-codes'), rows, cols, codes, 2 ** bits - 1, tones);
-    const left = tone(byId('picture-errors'), rows, cols, errors, tones);
-    byId('picture-weights-text').textContent = `weights, ±${largest.toPrecision(2)}`;
-    byId('picture-codes-text').textContent = `codes, 0 to ${2 ** bits - 1}`;
-    byId('picture-errors-text').textContent = `error, ±${left.toPrecision(2)}`;
+    byId('picture-module').textContent = `${this.#latest.module}, first ${this.#latest.rows} × ${this.#latest.cols}`;
+    byId(`picture-${name}-text`).textContent = SQUARES[name](byId(`picture-${name}`), this.#latest, tones);
   }
 }
+
+/** How each square is drawn; what stands under it comes back. */
+const SQUARES = {
+  weights: (canvas, { rows, cols, weights }, tones) => `weights, ±${tone(canvas, rows, cols, weights, tones).toPrecision(2)}`,
+  codes: (canvas, { rows, cols, codes, bits }, tones) => {
+    print(canvas, rows, cols, codes, 2 ** bits - 1, tones);
+    return `codes, 0 to ${2 ** bits - 1}`;
+  },
+  errors: (canvas, { rows, cols, errors }, tones) => `error, ±${tone(canvas, rows, cols, errors, tones).toPrecision(2)}`,
+};
 
 /** `#rrggbb` as three numbers. */
 const rgb = (colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));

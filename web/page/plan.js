@@ -18,11 +18,12 @@ export function render(plan, model) {
   facts(list, [
     ['Time', plan.seconds === null ? 'not known yet' : about(plan.seconds), 'from a short measurement of this device'],
     ['Result', `${bytes(plan.output_bytes)}, ${percent(plan.output_bytes / model.bytes, 0)} of ${bytes(model.bytes)}`],
+    ['Files of weights', plan.files > 1 ? count(plan.files) : null],
     ['Calibration', plan.tokens ? `${count(plan.tokens)} tokens` : 'none'],
     ['Memory', bytes(plan.memory_bytes), 'at the most demanding moment'],
     ['Free in the browser', plan.free_bytes === null ? null : bytes(plan.free_bytes)],
   ]);
-  byId('plan-body').replaceChildren(list, memory(plan), warnings(plan.warnings), modules(plan.modules));
+  byId('plan-body').replaceChildren(list, memory(plan), warnings(plan.warnings), modules(plan.modules), kept(plan.skipped));
 }
 
 /** The parts of the memory's peak as one bar with a legend. */
@@ -52,18 +53,41 @@ function modules(rows) {
   const kinds = new Map();
   for (const row of rows) {
     const name = row.module.replace(/\.\d+\./, '.*.');
-    const key = [name, row.input, row.output, row.bits, row.group].join(' ');
-    const kind = kinds.get(key) ?? { ...row, module: name.split('.*.').pop(), times: 0, dense_bytes: 0, quantized_bytes: 0 };
+    const key = [name, row.input, row.output, row.bits, row.group, row.sym].join(' ');
+    const kind = kinds.get(key)
+      ?? { ...row, module: name.split('.*.').pop(), times: 0, blocks: [], dense_bytes: 0, quantized_bytes: 0 };
     kind.times += 1;
+    kind.blocks.push(row.layer);
     kind.dense_bytes += row.dense_bytes;
     kind.quantized_bytes += row.quantized_bytes;
     kinds.set(key, kind);
   }
+  // Where layers of one name differ, it says which are meant.
+  const alike = ({ module }) => [...kinds.values()].filter((other) => other.module === module);
+  for (const kind of kinds.values()) if (alike(kind).length > 1) kind.where = ranges(kind.blocks);
   const all = element('details', {}, element('summary', {}, `All ${count(rows.length)} layers one by one`));
   all.addEventListener('toggle', () => {
     if (all.open && all.childElementCount === 1) all.append(scrolling('Every layer of the plan', table(rows)));
   });
   return element('div', {}, scrolling('Layers by kind', table([...kinds.values()])), all);
+}
+
+/** [0, 1, 2, 5] → "block 0–2, 5" */
+function ranges(numbers) {
+  const parts = [];
+  for (const number of numbers) {
+    const last = parts.at(-1);
+    if (last?.[1] === number - 1) last[1] = number;
+    else parts.push([number, number]);
+  }
+  return `block ${parts.map(([from, to]) => (from === to ? from : `${from}–${to}`)).join(', ')}`;
+}
+
+/** What stays in 16 bits as asked. */
+function kept(modules) {
+  const text = `${count(modules.length)} ${modules.length === 1 ? 'layer stays' : 'layers stay'} in 16 bits`;
+  return element('details', { hidden: modules.length === 0 }, element('summary', {}, text),
+    element('p', { className: 'quiet names' }, modules.join(', ')));
 }
 
 function scrolling(label, content) {
@@ -76,13 +100,14 @@ function scrolling(label, content) {
 function table(rows) {
   const head = (text, className = '') => element('th', { scope: 'col', className }, text);
   const body = rows.map((row) => element('tr', {},
-    element('td', { className: 'text' }, row.times > 1 ? `${row.module} ×${row.times}` : row.module),
+    element('td', { className: 'text' }, [row.times > 1 ? `${row.module} ×${row.times}` : row.module, row.where].filter(Boolean).join(', ')),
     element('td', {}, `${row.input} → ${row.output}`),
     element('td', {}, String(row.bits)),
     element('td', {}, group(row.group)),
+    element('td', {}, row.sym ? 'middle' : 'fitted'),
     element('td', {}, `${bytes(row.dense_bytes)} → ${bytes(row.quantized_bytes)}`)));
   return element('table', {},
     element('thead', {}, element('tr', {},
-      head('layer', 'text'), head('in → out'), head('bits'), head('group'), head('size'))),
+      head('layer', 'text'), head('in → out'), head('bits'), head('group'), head('zero point'), head('size'))),
     element('tbody', {}, ...body));
 }

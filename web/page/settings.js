@@ -1,6 +1,7 @@
 // The form with everything that a person may choose, to and from the protocol's `Settings`.
 
-import { byId } from './dom.js';
+import * as rules from './rules.js';
+import { byId, show } from './dom.js';
 
 const form = byId('settings');
 
@@ -10,10 +11,20 @@ const HINTS = {
   rtn: 'Rounding to nearest, without calibration: the baseline.',
 };
 
-/** Megabytes of the memory field are decimal. */
+const FORMATS = {
+  gptq: 'The most widely read.',
+  gptq_v2: 'The same with zero points as they are, for GPTQModel; other readers take it for gptq.',
+  'compressed-tensors': 'That of llm-compressor; vLLM and Transformers read also what differs from layer to layer.',
+};
+
+/** Megabytes are decimal. */
 const MB = 1e6;
+const IN_MB = ['max_memory', 'shard_bytes'];
 
 let touched = false;
+
+/** The open model's head is its embedding table. */
+let tied = false;
 
 /** Returns the settings, or throws with the field that is wrong. */
 export function read() {
@@ -25,6 +36,7 @@ export function read() {
   const field = (name) => form.elements[name].value;
   // What a preset has no use for stays in its field, but is not meant.
   const order = form.elements.desc_act.disabled ? '' : field('desc_act');
+  const megabytes = (name) => (field(name) === '' ? null : Number(field(name)) * MB);
   return {
     device: field('device'),
     preset: field('preset'),
@@ -36,7 +48,11 @@ export function read() {
     samples: Number(field('samples')),
     seq_len: Number(field('seq_len')),
     seed: Number(field('seed')),
-    max_memory: field('max_memory') === '' ? null : Number(field('max_memory')) * MB,
+    max_memory: megabytes('max_memory'),
+    format: field('format'),
+    rules: rules.read(),
+    lm_head: form.elements.lm_head.checked && !tied,
+    shard_bytes: megabytes('shard_bytes'),
   };
 }
 
@@ -44,8 +60,10 @@ export function read() {
 export function write(settings) {
   for (const [name, value] of Object.entries(settings)) {
     const field = form.elements[name];
-    if (!field) continue;
-    if (name === 'max_memory') field.value = value === null ? '' : Math.round(value / MB);
+    if (name === 'rules') rules.write(value);
+    else if (!field) continue;
+    else if (field.type === 'checkbox') field.checked = value;
+    else if (IN_MB.includes(name)) field.value = value === null ? '' : value / MB;
     else field.value = value === null ? '' : String(value);
   }
   reflect();
@@ -56,15 +74,23 @@ export function suggest(values) {
   if (!touched) write(values);
 }
 
+/** What a model leaves to choose. @param model the event `model` */
+export function limit(model) {
+  tied = model.tied;
+  reflect();
+}
+
 /** `onChange()` after each choice; text fields wait until typing pauses. */
 export function watch(onChange) {
   let timer;
-  form.addEventListener('input', (event) => {
+  const changed = (wait) => {
     touched = true;
     reflect();
     clearTimeout(timer);
-    timer = setTimeout(onChange, event.target.type === 'number' ? 400 : 0);
-  });
+    timer = setTimeout(onChange, wait);
+  };
+  form.addEventListener('input', (event) => changed(['number', 'text'].includes(event.target.type) ? 400 : 0));
+  rules.watch(() => changed(0));
   form.addEventListener('submit', (event) => event.preventDefault());
   reflect();
 }
@@ -73,6 +99,9 @@ export function watch(onChange) {
 function reflect() {
   const preset = form.elements.preset.value;
   byId('preset-hint').textContent = HINTS[preset];
+  byId('format-hint').textContent = FORMATS[form.elements.format.value];
+  form.elements.lm_head.disabled = tied;
+  show(byId('head-hint'), tied ? 'This model’s head is its embedding table, which stays in 16 bits.' : null);
   for (const name of ['desc_act', 'damp_percent', 'samples', 'seq_len', 'seed']) {
     form.elements[name].disabled = preset === 'rtn';
   }
@@ -86,6 +115,9 @@ export function describe(settings) {
     settings.group_size < 0 ? 'one group per row' : `groups of ${settings.group_size}`,
     settings.sym ? 'symmetric' : 'asymmetric',
     `preset ${settings.preset}`,
+    ...(settings.format === 'gptq' ? [] : [settings.format]),
+    ...(settings.lm_head ? ['head too'] : []),
+    ...(settings.rules.length ? [`some layers by ${settings.rules.map(({ pattern }) => pattern).join(', ')}`] : []),
     ...(settings.preset === 'rtn' ? [] : [`${settings.samples} × ${settings.seq_len} tokens`]),
     settings.device === 'gpu' ? 'GPU' : 'CPU',
   ].join(' · ');

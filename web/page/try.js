@@ -1,7 +1,7 @@
 // Text from the result and from the model that it was made from, side by side, one after the other.
 
 import { byId, element, show } from './dom.js';
-import { count } from './format.js';
+import { bytes, count } from './format.js';
 import { guarded } from './message.js';
 import { keepAwake } from './awake.js';
 import { throttled } from './throttle.js';
@@ -164,7 +164,8 @@ class Side {
     const rate = done.tokens_per_second === null ? '' : ` at ${done.tokens_per_second.toFixed(1)} tokens/s`;
     const read = done.prompt_tokens - done.reused_tokens;
     const prefill = read < WORTH_A_RATE ? '' : ` at ${done.prefill_tokens_per_second.toFixed(1)} tokens/s`;
-    this.end(`${count(read)} ${read === 1 ? 'token' : 'tokens'} read${prefill}, ${count(done.tokens)} generated${rate}${ENDS[done.finish]}`);
+    this.end(`${count(read)} ${read === 1 ? 'token' : 'tokens'} read${prefill}, ${count(done.tokens)} generated${rate}${ENDS[done.finish]}. `
+      + `${bytes(done.wasm_bytes)} of wasm memory${done.device_bytes ? `, ${bytes(done.device_bytes)} on the GPU` : ''}.`);
   }
 
   end(text) {
