@@ -325,7 +325,7 @@ fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
     assert_eq!(lines.len(), 22);
     for (line, row) in lines[1..].iter().zip(&report.modules) {
         let cells: Vec<&str> = line.split(',').collect();
-        assert_eq!(cells.len(), 11, "{line}");
+        assert_eq!(cells.len(), 16, "{line}");
         assert_eq!(
             cells[..7].join(","),
             format!("{},{},{},{},4,32,640", row.layer, row.module, row.input, row.output)

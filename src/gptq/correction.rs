@@ -104,7 +104,7 @@ mod tests {
                 (SymmetricPanels::zeros(device, n).unwrap(), Drift::zeros(device, n).unwrap());
             let seen = tensor(tokens, &seen);
             panels.accumulate(&seen, scale as f32).unwrap();
-            drift.accumulate(tensor(tokens, &original), &seen, scale as f32).unwrap();
+            drift.accumulate(&tensor(tokens, &original), &seen, scale as f32).unwrap();
             let z = pollster::block_on(async {
                 let diagonal = panels.diagonal().await.unwrap();
                 let correction = Correction::new(&panels, &diagonal, drift).await.unwrap().unwrap();

@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::add::add_scaled;
+use crate::kernels::columns::copy;
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
 use crate::tensor::{Elem, Tensor};
 
@@ -29,9 +30,10 @@ impl Drift {
     ///
     /// # Errors
     /// [`Error::Internal`] when shapes do not fit.
-    pub fn accumulate(&mut self, mut original: Tensor, seen: &Tensor, scale: f32) -> Result<()> {
-        add_scaled(&mut original, seen, -1.0)?;
-        let (difference, tokens) = (Mat::of(&original).t(), seen.rows());
+    pub fn accumulate(&mut self, original: &Tensor, seen: &Tensor, scale: f32) -> Result<()> {
+        let mut difference = copy(original)?;
+        add_scaled(&mut difference, seen, -1.0)?;
+        let (difference, tokens) = (Mat::of(&difference).t(), seen.rows());
         for (p, panel) in self.panels.iter_mut().enumerate() {
             let part = Mat::of(seen).part(0, p * PANEL, tokens, panel.cols());
             gemm(Target::of(panel), difference, part, Scaling { alpha: scale, beta: 1.0 }, None)?;

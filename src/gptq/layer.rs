@@ -10,51 +10,48 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gptq::correction::Correction;
 use crate::gptq::drift::Drift;
-use crate::gptq::factor::{Factor, FactorBlock, factor};
+use crate::gptq::factor::{Factor, factor};
 use crate::gptq::held::Held;
 use crate::gptq::order::Order;
+use crate::gptq::refit::refitted;
+use crate::gptq::rounding::{Rounded, rounded, swept};
 use crate::gptq::scheme::{Alpha, Scheme};
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::{ZERO_COLUMN, gather};
-use crate::kernels::dequant::dequantize;
-use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
-use crate::kernels::norm::add_squares;
-use crate::kernels::refit;
-use crate::kernels::scales::{self, Columns, Fit, Grid, GridKind, ScaleType};
-use crate::kernels::sweep::{Block, sweep};
-use crate::kernels::symmetric::{PANEL, SymmetricPanels, reordered};
-use crate::tensor::{Elem, Tensor};
+use crate::kernels::scales::{Columns, GridKind, ScaleType};
+use crate::kernels::symmetric::SymmetricPanels;
+use crate::tensor::Tensor;
 
 /// What the linear layers of one stage share.
 pub struct Prepared {
-    scheme: Scheme,
-    kind: GridKind,
-    n: usize,
+    pub(super) scheme: Scheme,
+    pub(super) kind: GridKind,
+    pub(super) n: usize,
     /// `None` for the preset rtn, and when no damping made H positive definite.
-    factor: Option<Factor>,
+    pub(super) factor: Option<Factor>,
     /// Natural order, dead columns as [`ZERO_COLUMN`].
-    natural: Tensor,
+    pub(super) natural: Tensor,
     /// The same in the order's positions.
-    permuted: Tensor,
+    pub(super) permuted: Tensor,
     /// diag(H), natural order.
-    importance: Tensor,
+    pub(super) importance: Tensor,
     /// diag(H) by position, [1, n].
-    permuted_importance: Tensor,
+    pub(super) permuted_importance: Tensor,
     /// u32 [n, 2] by position: natural column and group.
-    columns: Tensor,
+    pub(super) columns: Tensor,
     /// The same with natural groups, for the comparison with plain rounding.
-    rtn_columns: Tensor,
+    pub(super) rtn_columns: Tensor,
     /// Groups follow the order of columns; their scales are fitted when they begin.
-    follows_order: bool,
+    pub(super) follows_order: bool,
     /// Group of each natural column.
-    g_idx: Vec<u32>,
-    group_of: Tensor,
+    pub(super) g_idx: Vec<u32>,
+    pub(super) group_of: Tensor,
     /// The same for plain rounding, whose groups are natural.
-    rtn_group_of: Tensor,
-    correction: Option<Correction>,
+    pub(super) rtn_group_of: Tensor,
+    pub(super) correction: Option<Correction>,
     /// For a refit.
-    hessian: Option<SymmetricPanels>,
-    held: Option<Held>,
+    pub(super) hessian: Option<SymmetricPanels>,
+    pub(super) held: Option<Held>,
 }
 
 /// What the calibration text says about a stage's inputs.
@@ -78,7 +75,7 @@ impl Prepared {
     }
 
     /// All columns of `w` [rows, n], natural order, for a fit of scales.
-    fn whole<'a>(&'a self, w: &'a Tensor) -> Columns<'a> {
+    pub(super) fn whole<'a>(&'a self, w: &'a Tensor) -> Columns<'a> {
         let group = self.scheme.group_len(self.n);
         Columns { w, importance: &self.importance, c0: 0, cols: self.n, group, first: 0 }
     }
@@ -239,15 +236,6 @@ impl Losses {
     }
 }
 
-/// One way to round some rows.
-struct Rounded {
-    codes: Tensor,
-    grid: Grid,
-    dequantized: Tensor,
-    /// tr(E·H·Eᵀ); 0 without a factor.
-    loss: f64,
-}
-
 /// Quantizes `weight` [rows, n], some rows of a linear layer as stored (f32, f16 or bf16).
 ///
 /// # Errors
@@ -283,7 +271,7 @@ pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<Quant
     let mut losses = Losses { gptq: kept.loss, rtn: rtn.loss, held: None };
     let refitted = match &prepared.hessian {
         Some(hessian) => {
-            let grid = refit(prepared, factor, hessian, &target, &kept).await?;
+            let grid = refitted(prepared, factor, hessian, &target, &kept).await?;
             Some(swept(prepared, &target, Some(grid)).await?)
         }
         None => None,
@@ -346,242 +334,90 @@ async fn finished(rounded: Rounded, loss: Option<Losses>) -> Result<QuantizedRow
     })
 }
 
-/// Rounds `target` f32 [rows, n], natural columns, spreading errors where there is a factor; on `grid`, or
-/// on one fitted here.
-async fn swept(prepared: &Prepared, target: &Tensor, grid: Option<Grid>) -> Result<Rounded> {
-    let (device, rows, n) = (target.device().clone(), target.rows(), prepared.n);
-    let fixed = grid.is_some();
-    let mut grid = match grid {
-        Some(grid) => grid,
-        None => Grid::new(&device, rows, prepared.scheme.groups(n))?,
-    };
-    if !fixed && !prepared.follows_order {
-        scales::fit(prepared.kind, prepared.whole(target), &mut grid)?;
-    }
-    let mut codes = Tensor::zeros(&device, Elem::U8, &[rows, n])?;
-    let mut sums = Tensor::zeros(&device, Elem::F32, &[rows])?;
-    let mut w = gather(target, &prepared.permuted)?;
-    let loss = match &prepared.factor {
-        Some(factor) => {
-            compensate(prepared, factor, &mut w, &mut grid, &mut codes, &mut sums)?;
-            undamped(factor, &sums, &w).await?
-        }
-        None => {
-            round(prepared.kind, &prepared.columns, &mut w, &grid, &mut codes, &mut sums)?;
-            0.0
-        }
-    };
-    drop(w);
-    let dequantized = dequantize(&codes, &grid, &prepared.group_of)?;
-    Ok(Rounded { codes, grid, dequantized, loss })
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gptq::scheme::Preset;
+    use crate::kernels::testing::{noise, test_gpu};
 
-/// Scales fitted to the codes of `from`, so that ‖(target − Ŵ)·L‖² is least; a pass over the groups.
-async fn refit(
-    prepared: &Prepared,
-    factor: &Factor,
-    h: &SymmetricPanels,
-    target: &Tensor,
-    from: &Rounded,
-) -> Result<Grid> {
-    let device = target.device();
-    let (n, group) = (prepared.n, prepared.scheme.group_len(prepared.n));
-    let mut ones = Grid::new(device, target.rows(), from.grid.groups())?;
-    let count = ones.scales.len();
-    ones.scales = Tensor::from_f32(device, ones.scales.shape(), vec![1.0; count])?;
-    ones.zeros = Tensor::from_f32(device, ones.zeros.shape(), from.grid.zeros.to_f32().await?)?;
-    let units = dequantize(&from.codes, &ones, &prepared.group_of)?;
-    let mut errors = gather(target, &prepared.natural)?;
-    add_scaled(&mut errors, &from.dequantized, -1.0)?;
-    let mut scales = Tensor::from_f32(device, ones.scales.shape(), from.grid.scales.to_f32().await?)?;
-    let order = Tensor::from_u32(device, &[n], (0..n as u32).collect())?;
-    let damped = factor.diagonal.iter().map(|&d| d + factor.lambda).collect();
-    let damped = Tensor::from_f32(device, &[n], damped)?;
-    let rows = target.rows();
-    for (index, c0) in (0..n).step_by(group).enumerate() {
-        let width = group.min(n - c0);
-        // Rows c0.. of these columns; what is above them lies across in the panels before.
-        let below = reordered(h, &order, &damped, c0, c0 + width)?;
-        let mut pull = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-        let right = Mat::of(&errors).part(0, c0, rows, n - c0);
-        gemm(Target::of(&mut pull), right, Mat::of(&below), Scaling::SET, None)?;
-        for (p, panel) in h.panels.iter().enumerate() {
-            let first = p * PANEL;
-            let columns = panel.cols().min(c0.saturating_sub(first));
-            if columns > 0 {
-                let left = Mat::of(&errors).part(0, first, rows, columns);
-                let across = Mat::of(panel).part(c0 - first, 0, width, columns).t();
-                gemm(Target::of(&mut pull), left, across, Scaling::ADD, None)?;
+    const ROWS: usize = 40;
+    const N: usize = 160;
+
+    /// Inputs with a few strong directions, [tokens, N].
+    fn inputs(tokens: usize, seed: u64) -> Vec<f32> {
+        let (strengths, mix) = (noise(tokens * 8, seed), noise(8 * N, 77));
+        let mut x: Vec<f32> = noise(tokens * N, seed + 1).iter().map(|x| 0.3 * x).collect();
+        for (x, strengths) in x.chunks_mut(N).zip(strengths.chunks(8)) {
+            for (strength, direction) in strengths.iter().zip(mix.chunks(N)) {
+                x.iter_mut().zip(direction).for_each(|(x, d)| *x += strength * d);
             }
         }
-        let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-        let own = Mat::of(&units).part(0, c0, rows, width);
-        gemm(Target::of(&mut push), own, Mat::of(&below).part(0, 0, width, width), Scaling::SET, None)?;
-        let group = refit::Group { pull: &pull, push: &push, units: &units, c0, index };
-        refit::refit(group, prepared.kind.scale_type, &mut scales, &mut errors)?;
+        x
     }
-    Ok(Grid { scales, zeros: ones.zeros })
-}
 
-/// The GPTQ loop over blocks, from the last positions to the first. Leaves E in `w`.
-fn compensate(
-    prepared: &Prepared,
-    factor: &Factor,
-    w: &mut Tensor,
-    grid: &mut Grid,
-    codes: &mut Tensor,
-    loss: &mut Tensor,
-) -> Result<()> {
-    for index in (0..factor.blocks.len()).rev() {
-        let block = &factor.blocks[index];
-        if prepared.follows_order {
-            fit_block(prepared, factor, index, w, grid)?;
-        }
-        let compensation = if block.end < prepared.n {
-            Some(corrected(block, &uncorrected(block, w, block.end, &[])?)?)
-        } else {
-            None
+    /// What an earlier layer's rounding may have made of them: something of each column is now another's.
+    fn drifted(x: &[f32], seed: u64) -> Vec<f32> {
+        let other = noise(x.len(), seed);
+        let shifted = |i: usize| x[i / N * N + (i % N + 1) % N];
+        (0..x.len()).map(|i| 0.9 * x[i] + 0.15 * shifted(i) + 0.05 * other[i]).collect()
+    }
+
+    fn quantize(device: &Device, scheme: &Scheme, [sum, held]: [&[f32]; 2]) -> QuantizedRows {
+        let tensor = |x: &[f32]| Tensor::from_f32(device, &[x.len() / N, N], x.to_vec()).unwrap();
+        let (seen, original) = (tensor(&drifted(sum, 5)), tensor(sum));
+        let scale = 2.0 / seen.rows() as f32;
+        let mut hessian = SymmetricPanels::zeros(device, N).unwrap();
+        hessian.accumulate(&seen, scale).unwrap();
+        let mut drift = Drift::zeros(device, N).unwrap();
+        drift.accumulate(&original, &seen, scale).unwrap();
+        let calibration = Calibration {
+            hessian,
+            drift: scheme.needs_original().then_some(drift),
+            held: Some(Held { seen: tensor(&drifted(held, 6)), original: Some(tensor(held)) }),
         };
-        let columns = Block {
-            start: block.start,
-            compensation: compensation.as_ref(),
-            inverse: Some(&block.inverse),
-            width: block.end - block.start,
-            columns: &prepared.columns,
-            maxq: prepared.kind.maxq(),
-        };
-        sweep(w, columns, grid, codes, loss)?;
+        pollster::block_on(async {
+            let prepared =
+                prepare(scheme, ScaleType::F16, device, N, Some(calibration), "test").await.unwrap();
+            quantize_rows(&prepared, &tensor(&noise(ROWS * N, 3))).await.unwrap()
+        })
     }
-    Ok(())
-}
 
-/// C = E_{≥end} · L_{≥end,b} − Σ V_c · L_{c,b} over the blocks c between b and `end`: times L_bb⁻¹ it is
-/// V_b, what the errors made at positions from `end` on add to the weights of block b.
-fn uncorrected(
-    block: &FactorBlock,
-    w: &Tensor,
-    end: usize,
-    between: &[(&FactorBlock, Tensor)],
-) -> Result<Tensor> {
-    let (rows, n, width) = (w.rows(), w.cols(), block.end - block.start);
-    let below = Mat::of(&block.below);
-    let mut sum = Tensor::zeros(w.device(), Elem::F32, &[rows, width])?;
-    if end < n {
-        let errors = Mat::of(w).part(0, end, rows, n - end);
-        let factor = below.part(end - block.end, 0, n - end, width);
-        gemm(Target::of(&mut sum), errors, factor, Scaling::SET, None)?;
+    fn scheme(alpha: Alpha, refit: bool) -> Scheme {
+        Scheme { alpha, refit, ..Scheme::preset(Preset::Default, 3, Some(32)) }
     }
-    for (done, v) in between {
-        let factor = below.part(done.start - block.end, 0, done.end - done.start, width);
-        gemm(Target::of(&mut sum), Mat::of(v), factor, Scaling::SUB, None)?;
-    }
-    Ok(sum)
-}
 
-/// V_b from [`uncorrected`].
-fn corrected(block: &FactorBlock, sum: &Tensor) -> Result<Tensor> {
-    let mut v = Tensor::uninit(sum.device(), Elem::F32, sum.shape())?;
-    gemm(Target::of(&mut v), Mat::of(sum), Mat::of(&block.inverse), Scaling::SET, None)?;
-    Ok(v)
-}
-
-/// Fits the groups that begin in block `index`, on weights compensated by the blocks done before. A
-/// group may reach into the next blocks: they are compensated too, as far as it reaches.
-fn fit_block(prepared: &Prepared, factor: &Factor, index: usize, w: &Tensor, grid: &mut Grid) -> Result<()> {
-    let (n, group, device) = (prepared.n, prepared.scheme.group_len(prepared.n), w.device());
-    let (start, end) = (factor.blocks[index].start, factor.blocks[index].end);
-    // The turns of this block, and the blocks that its groups reach.
-    let turns = n - end..n - start;
-    let lowest = n - n.min(turns.end.next_multiple_of(group));
-    let reached: Vec<&FactorBlock> =
-        factor.blocks[..=index].iter().rev().take_while(|block| block.end > lowest).collect();
-    let first = reached.last().map_or(start, |block| block.start);
-
-    let positions = Tensor::from_u32(device, &[end - first], (first as u32..end as u32).collect())?;
-    let mut current = gather(w, &positions)?;
-    let importance = gather(&prepared.permuted_importance, &positions)?;
-    if end < n {
-        let mut between = Vec::with_capacity(reached.len());
-        for block in reached {
-            let sum = uncorrected(block, w, end, &between)?;
-            let target = Target::at(&mut current, 0, block.start - first);
-            gemm(target, Mat::of(&sum), Mat::of(&block.inverse), Scaling::ADD, None)?;
-            between.push((block, corrected(block, &sum)?));
+    #[test]
+    fn a_correction_and_a_refit_lose_less_on_rows_they_never_saw() {
+        let (sum, held) = (inputs(1200, 10), inputs(150, 20));
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let of = |alpha, refit| {
+                let loss = quantize(device, &scheme(alpha, refit), [&sum, &held]).loss.unwrap();
+                println!("{} {alpha:?} {refit}: {loss:?}", device.describe());
+                loss.held.unwrap()
+            };
+            let plain = of(Alpha::Fixed(0.0), false);
+            let corrected = of(Alpha::Measured, false);
+            let both = of(Alpha::Measured, true);
+            assert!(plain.kept < 0.8 * plain.rtn);
+            assert_eq!((plain.kept, plain.choice), (plain.plain, Choice::Swept));
+            assert!(corrected.alpha > 0.5 * ROWS as f64 && corrected.choice == Choice::Swept);
+            assert!(corrected.kept < 0.5 * plain.kept);
+            assert!((corrected.plain / plain.plain - 1.0).abs() < 1e-3);
+            assert!(both.kept <= corrected.kept);
         }
     }
-    for turn in turns.filter(|turn| turn % group == 0) {
-        let (low, high) = (n - n.min(turn + group), n - turn);
-        let columns = Columns {
-            w: &current,
-            importance: &importance,
-            c0: low - first,
-            cols: high - low,
-            group,
-            first: turn / group,
-        };
-        scales::fit(prepared.kind, columns, grid)?;
-    }
-    Ok(())
-}
 
-/// Rounds every column for itself. Leaves W − Ŵ in `w`.
-fn round(
-    kind: GridKind,
-    columns: &Tensor,
-    w: &mut Tensor,
-    grid: &Grid,
-    codes: &mut Tensor,
-    loss: &mut Tensor,
-) -> Result<()> {
-    for (start, end) in Order::blocks(w.cols()) {
-        let block = Block {
-            start,
-            compensation: None,
-            inverse: None,
-            width: end - start,
-            columns,
-            maxq: kind.maxq(),
-        };
-        sweep(w, block, grid, codes, loss)?;
+    /// A sweep for inputs that say nothing about those that come.
+    #[test]
+    fn what_rounding_does_better_is_left_to_it() {
+        let (sum, held) = (inputs(6, 10), noise(150 * N, 30));
+        let scheme = Scheme { damp_percent: 1e-4, mse: false, ..scheme(Alpha::Measured, true) };
+        let kept = quantize(&Device::Cpu, &scheme, [&sum, &held]);
+        let loss = kept.loss.unwrap().held.unwrap();
+        assert_eq!(loss.choice, Choice::Rtn, "{loss:?}");
+        assert!(loss.kept == loss.rtn && loss.rtn < loss.plain, "{loss:?}");
+        let rtn = Scheme::preset(Preset::Rtn, 3, Some(32));
+        let rtn = quantize(&Device::Cpu, &rtn, [&sum, &held]);
+        assert!(kept.codes == rtn.codes && kept.scales == rtn.scales);
     }
-    Ok(())
-}
-
-/// tr(E·H·Eᵀ) from `damped` = the rows' shares of tr(E(H+λI)Eᵀ) and E.
-async fn undamped(factor: &Factor, damped: &Tensor, e: &Tensor) -> Result<f64> {
-    let mut squares = Tensor::zeros(e.device(), Elem::F32, &[e.rows()])?;
-    add_squares(e, &mut squares)?;
-    let sum = |values: Vec<f32>| values.into_iter().map(f64::from).sum::<f64>();
-    let total = sum(damped.to_f32().await?) - f64::from(factor.lambda) * sum(squares.to_f32().await?);
-    Ok(total.max(0.0))
-}
-
-/// The same weights rounded to nearest on min-max grids of the same kind, and what that loses:
-/// tr(D(H+λI)Dᵀ) = ‖D·L‖², block column by block column.
-async fn rounded(prepared: &Prepared, factor: &Factor, weight: &Tensor) -> Result<Rounded> {
-    let (rows, n, device) = (weight.rows(), prepared.n, weight.device());
-    let kind = GridKind { fit: Fit::MinMax, ..prepared.kind };
-    let mut grid = Grid::new(device, rows, prepared.scheme.groups(n))?;
-    let natural = gather(weight, &prepared.natural)?;
-    scales::fit(kind, prepared.whole(&natural), &mut grid)?;
-    drop(natural);
-    let mut d = gather(weight, &prepared.permuted)?;
-    let mut codes = Tensor::zeros(device, Elem::U8, &[rows, n])?;
-    let mut sums = Tensor::zeros(device, Elem::F32, &[rows])?;
-    round(kind, &prepared.rtn_columns, &mut d, &grid, &mut codes, &mut sums)?;
-    for block in &factor.blocks {
-        let width = block.end - block.start;
-        let mut product = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-        let own = Mat::of(&d).part(0, block.start, rows, width);
-        gemm(Target::of(&mut product), own, Mat::of(&block.square), Scaling::SET, None)?;
-        if block.end < n {
-            let rest = Mat::of(&d).part(0, block.end, rows, n - block.end);
-            gemm(Target::of(&mut product), rest, Mat::of(&block.below), Scaling::ADD, None)?;
-        }
-        add_squares(&product, &mut sums)?;
-    }
-    let loss = undamped(factor, &sums, &d).await?;
-    drop(d);
-    let dequantized = dequantize(&codes, &grid, &prepared.rtn_group_of)?;
-    Ok(Rounded { codes, grid, dequantized, loss })
 }

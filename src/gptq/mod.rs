@@ -29,7 +29,8 @@
 //! # Files
 //! `scheme` what is asked for; `order` in which columns are taken; `factor` L in blocks;
 //! `drift` and `correction` move weights towards the original model's outputs before they are rounded;
-//! `held` judges the candidates; `layer` the whole of it for one stage of a model; `exact` the same in plain f64, to read first.
+//! `rounding` the sweep over blocks, and plain rounding; `refit` scales fitted to the codes; `held` rows
+//! that judge what came out; `layer` the whole of it for one stage of a model; `exact` the same in plain f64, to read first.
 
 pub mod correction;
 pub mod drift;
@@ -38,4 +39,6 @@ pub mod factor;
 pub mod held;
 pub mod layer;
 pub mod order;
+mod refit;
+mod rounding;
 pub mod scheme;

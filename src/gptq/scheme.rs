@@ -52,8 +52,6 @@ pub struct Scheme {
     pub alpha: Alpha,
     /// After the sweep fit the scales once more, to the codes, and sweep again.
     pub refit: bool,
-    /// Judge by held-out rows: what rounding or a plain sweep does better is left to them.
-    pub judged: bool,
 }
 
 /// What a person may choose of a [`Scheme`].
@@ -87,10 +85,9 @@ impl Scheme {
             damp_percent: 0.01,
             alpha: Alpha::Fixed(0.0),
             refit: false,
-            judged: false,
         };
         match preset {
-            Preset::Default => Self { desc_act: true, static_groups: true, mse: true, judged: true, ..plain },
+            Preset::Default => Self { desc_act: true, static_groups: true, mse: true, ..plain },
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
         }
@@ -201,9 +198,10 @@ impl Scheme {
         self.alpha != Alpha::Fixed(0.0)
     }
 
-    /// Whether some calibration rows are kept from the Hessian to judge by.
+    /// Whether some calibration rows are kept out of the Hessian to judge by: what rounding or a plain sweep
+    /// does better is left to them.
     pub fn needs_held(&self) -> bool {
-        self.judged && (self.needs_original() || self.refit)
+        self.needs_original() || self.refit
     }
 
     /// Groups of a row of `n` columns.

@@ -23,6 +23,15 @@ pub fn gather(w: &Tensor, columns: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
+/// All columns as they are, widened to f32.
+///
+/// # Errors
+/// As [`gather`].
+pub fn copy(w: &Tensor) -> Result<Tensor> {
+    let n = w.cols();
+    gather(w, &Tensor::from_u32(w.device(), &[n], (0..n as u32).collect())?)
+}
+
 fn cpu(w: &Tensor, columns: &[u32], out: &mut Tensor) -> Result<()> {
     let n = w.cols();
     if columns.iter().any(|&c| c != ZERO_COLUMN && c as usize >= n) {

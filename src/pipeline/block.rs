@@ -96,11 +96,14 @@ impl Run<'_> {
             };
             let since = Instant::now();
             let Batch { ids, seq_len, held } = self.batches.get(batch);
-            inputs.take(&seen, beside, *held)?;
+            inputs.take(&seen, beside.as_ref(), *held)?;
             self.clock.add("hessian", since);
             let flops = stage_flops(&self.plan.config, &self.plan.scheme, stage, ids.len(), *seq_len);
             if self.plan.keep_between && block.worth_keeping(index) {
                 flows.keep(batch, seen).await?;
+                if let (Some((_, flows)), Some(beside)) = (original.as_mut(), beside) {
+                    flows.keep(batch, beside).await?;
+                }
             }
             self.device.settle().await?;
             self.advance(layer, stage.name, flops);
@@ -172,7 +175,7 @@ impl Run<'_> {
                 };
                 let since = Instant::now();
                 let Batch { ids, seq_len, held } = self.batches.get(batch);
-                sums.take(&seen, beside, *held)?;
+                sums.take(&seen, beside.as_ref(), *held)?;
                 self.device.settle().await?;
                 self.clock.add("hessian", since);
                 let flops = stage_flops(&plan.config, &plan.scheme, stage, ids.len(), *seq_len);

@@ -7,6 +7,7 @@ use crate::gptq::drift::Drift;
 use crate::gptq::held::Held;
 use crate::gptq::layer::Calibration;
 use crate::gptq::scheme::Scheme;
+use crate::kernels::columns::copy;
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::tensor::Tensor;
 
@@ -33,14 +34,14 @@ impl StageInputs {
 
     /// Takes a micro-batch [tokens, n]: what the quantized model `seen`, and what the `original` does where
     /// it goes along.
-    pub fn take(&mut self, seen: &Tensor, original: Option<Tensor>, held: bool) -> Result<()> {
+    pub fn take(&mut self, seen: &Tensor, original: Option<&Tensor>, held: bool) -> Result<()> {
         if held {
             let after = |rows: &Option<Tensor>, new: &Tensor| match rows {
                 Some(rows) => rows.joined(new),
                 None => copy(new),
             };
             self.seen = Some(after(&self.seen, seen)?);
-            if let Some(original) = &original {
+            if let Some(original) = original {
                 self.original = Some(after(&self.original, original)?);
             }
             return Ok(());
@@ -56,10 +57,4 @@ impl StageInputs {
         let held = self.seen.map(|seen| Held { seen, original: self.original });
         Calibration { hessian: self.hessian, drift: self.drift, held }
     }
-}
-
-/// The flow keeps its tensor for the next stage.
-fn copy(x: &Tensor) -> Result<Tensor> {
-    let order = (0..x.cols() as u32).collect();
-    crate::kernels::columns::gather(x, &Tensor::from_u32(x.device(), &[x.cols()], order)?)
 }
