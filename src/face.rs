@@ -42,6 +42,7 @@ pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the forma
 pub const AS_GPTQ: Words = words("--format gptq", "the format gptq");
 pub const OVERRIDE: Words = words("--override", "the choice for some layers");
 pub const SKIP: Words = words("--skip", "the choice of layers to leave");
+pub const ALL_EXPERTS: Words = words("--all-experts", "the choice of tokens for experts");
 pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "the choice to quantize the head");
 pub const SHARD_SIZE: Words = words("--shard-size", "the size of files");
 
@@ -58,7 +59,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 24] = [
+pub const ALL: [Words; 25] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -77,6 +78,7 @@ pub const ALL: [Words; 24] = [
     OVERRIDE,
     SKIP,
     QUANTIZE_LM_HEAD,
+    ALL_EXPERTS,
     SHARD_SIZE,
     USE_CPU,
     GO_ON,

@@ -17,6 +17,8 @@ pub struct ModuleRow {
     pub group: i64,
     /// Calibration tokens in the Hessian.
     pub tokens: usize,
+    /// Of an expert, the tokens that were routed to it; where `tokens` is more, it had too few.
+    pub routed: Option<usize>,
     /// λ / mean(diag H) as used; `None` when rounded to nearest.
     pub damp: Option<f64>,
     /// tr(E·H·Eᵀ), H = (2/tokens)·XᵀX, of rounding to nearest on min-max grids and of GPTQ, both
@@ -33,12 +35,13 @@ pub fn logged(value: f64) -> f64 {
 }
 
 impl ModuleRow {
-    pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,damp,rtn_loss,gptq_loss,seconds";
+    pub const CSV_HEADER: &str =
+        "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,seconds";
 
     pub fn csv(&self) -> String {
         let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:e}"));
         format!(
-            "{},{},{},{},{},{},{},{},{},{},{:.3}",
+            "{},{},{},{},{},{},{},{},{},{},{},{:.3}",
             self.layer,
             self.module,
             self.input,
@@ -46,6 +49,7 @@ impl ModuleRow {
             self.bits,
             self.group,
             self.tokens,
+            self.routed.map_or(String::new(), |routed| routed.to_string()),
             self.damp.map_or(String::new(), |damp| damp.to_string()),
             number(self.rtn_loss),
             number(self.gptq_loss),
