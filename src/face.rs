@@ -43,6 +43,7 @@ pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the file 
 pub const AS_GPTQ: Words = words("--format gptq", "the file format “gptq”");
 pub const OVERRIDE: Words = words("--override", "“Layers that differ”");
 pub const SKIP: Words = words("--skip", "“left in 16 bits”");
+pub const ALL_EXPERTS: Words = words("--all-experts", "the choice of tokens for experts");
 pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "“Quantize the output head too”");
 pub const SHARD_SIZE: Words = words("--shard-size", "“Most in one file”");
 
@@ -59,7 +60,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 26] = [
+pub const ALL: [Words; 27] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -80,6 +81,7 @@ pub const ALL: [Words; 26] = [
     OVERRIDE,
     SKIP,
     QUANTIZE_LM_HEAD,
+    ALL_EXPERTS,
     SHARD_SIZE,
     USE_CPU,
     GO_ON,

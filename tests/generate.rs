@@ -365,6 +365,10 @@ fn packed_weights_generate_what_their_dequantized_weights_do() {
         ("gpt2", choice(Preset::Reference, 4, true, true)),
         ("gemma2", choice(Preset::Default, 4, true, true)),
         ("gemma3", choice(Preset::Default, 8, true, true)),
+        ("mixtral", choice(Preset::Default, 4, true, true)),
+        ("qwen2_moe", choice(Preset::Default, 4, true, true)),
+        ("qwen3_moe", choice(Preset::Default, 4, false, true)),
+        ("olmoe", choice(Preset::Default, 4, true, true)),
     ];
     let prompt = rows(1, 16, 11).remove(0);
     for (name, choice) in cases {

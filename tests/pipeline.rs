@@ -141,10 +141,10 @@ fn losses_are_those_of_the_decoded_weights(name: &str, scheme: Scheme, device: &
         let block = block_on(Block::load(&config, layer, &quantized, &cpu)).unwrap();
         let mut flow = Flow::new(h);
         for (index, stage) in stages(&config, layer).iter().enumerate() {
-            let x = block_on(block.input(index, &mut flow, seq_len, &rope)).unwrap();
+            let x = block_on(block.input(index, &mut flow, seq_len, &rope)).unwrap().unwrap();
             for spec in &stage.linears {
                 let row = rows.next().unwrap();
-                assert_eq!((row.layer, &row.module, row.tokens), (layer, &spec.module, 640));
+                assert_eq!((row.layer, &row.module, row.tokens), (layer, &spec.module, x.rows()));
                 check_losses(name, row, spec, &x, [&dense, &quantized, &rounded]);
             }
         }
@@ -174,13 +174,72 @@ fn check_losses(
 
 #[test]
 fn the_reported_losses_are_those_of_the_decoded_weights() {
-    for name in ["llama", "qwen2", "qwen3"] {
+    for name in ["llama", "qwen2", "qwen3", "gpt_neox", "gemma2", "qwen2_moe"] {
         losses_are_those_of_the_decoded_weights(name, default4(), &Device::Cpu);
     }
     let ordered = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 3, Some(32)) };
     losses_are_those_of_the_decoded_weights("mistral_sliding", ordered, &Device::Cpu);
     let asymmetric = Scheme { sym: false, ..Scheme::preset(Preset::Default, 2, Some(32)) };
     losses_are_those_of_the_decoded_weights("llama_tied_rope3", asymmetric, &Device::Cpu);
+}
+
+/// Rows of experts: tokens that were routed to them, and tokens in their Hessians.
+fn experts_of(report: &RunReport) -> Vec<(&ModuleRow, usize)> {
+    report.modules.iter().filter_map(|row| Some((row, row.routed?))).collect()
+}
+
+#[test]
+fn tokens_of_experts_are_counted_and_starved_ones_take_those_of_the_layer() {
+    let mut job = Job::new("olmoe", default4());
+    let (files, report) = job.run();
+    assert!(report.warnings.is_empty(), "{:?}", report.warnings);
+    let rows = experts_of(&report);
+    assert_eq!(rows.len(), 3 * 4 * 3);
+    assert!(rows.iter().all(|(row, routed)| row.tokens == *routed && (1..640).contains(routed)));
+    // Two of four experts for each of 640 tokens, in three layers of three linear layers an expert.
+    assert_eq!(rows.iter().map(|(_, routed)| routed).sum::<usize>(), 3 * 3 * 2 * 640);
+    let log = String::from_utf8(files["quant_log.csv"].clone()).unwrap();
+    let (row, routed) = rows[0];
+    assert!(log.contains(&format!("{},64,128,4,32,{routed},{routed},", row.module)), "{log}");
+
+    job.output.all_experts = true;
+    let (of_all, report) = job.run();
+    assert!(report.warnings.is_empty(), "{:?}", report.warnings);
+    assert!(experts_of(&report).iter().all(|(row, routed)| row.tokens == 640 && *routed < 640));
+    assert!(files["model.safetensors"] != of_all["model.safetensors"]);
+
+    job.output.all_experts = false;
+    job.rows = common::rows(1, 12, 1);
+    let (_, report) = job.run();
+    let rows = experts_of(&report);
+    let starved = |input: usize, routed: usize| 10 * routed < input;
+    assert!(rows.iter().any(|(row, routed)| starved(row.input, *routed)));
+    for (row, routed) in rows {
+        let tokens = if starved(row.input, routed) { 12 } else { routed };
+        assert_eq!(row.tokens, tokens, "{row:?}");
+    }
+    let said = report.warnings.iter().filter(|text| text.contains("those of the whole layer")).count();
+    assert!(said > 0, "{:?}", report.warnings);
+}
+
+#[test]
+fn a_mixture_goes_on_where_it_was_stopped() {
+    let mut job = Job::new("qwen2_moe", default4());
+    let (want, _) = job.run();
+    let sink = MemorySink::new();
+    job.run_with(&sink, &mut StopAt::new(60)).unwrap_err();
+    assert_eq!(blocks_done(&sink), 1);
+    job.resume = true;
+    job.run_with(&sink, &mut Silent).unwrap();
+    assert_same(&without_seconds(sink.files()), &without_seconds(want), "a resumed mixture");
+    // Nothing depends on what is kept between stages.
+    job.resume = false;
+    let stored = job.stored().unwrap();
+    let needed = job.plan(&stored).unwrap().memory;
+    job.max_memory = needed.total() - 1;
+    assert!(!job.plan(&stored).unwrap().keep_between);
+    let (computed_again, _) = job.run();
+    assert!(computed_again["model.safetensors"] == sink.files()["model.safetensors"]);
 }
 
 fn json(files: &Files, name: &str) -> Value {
@@ -321,11 +380,11 @@ fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
 
     let log = String::from_utf8(files["quant_log.csv"].clone()).unwrap();
     let lines: Vec<&str> = log.lines().collect();
-    assert_eq!(lines[0], "layer,module,in,out,bits,group,tokens,damp,rtn_loss,gptq_loss,seconds");
+    assert_eq!(lines[0], "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,seconds");
     assert_eq!(lines.len(), 22);
     for (line, row) in lines[1..].iter().zip(&report.modules) {
         let cells: Vec<&str> = line.split(',').collect();
-        assert_eq!(cells.len(), 16, "{line}");
+        assert_eq!(cells.len(), 17, "{line}");
         assert_eq!(
             cells[..7].join(","),
             format!("{},{},{},{},4,32,640", row.layer, row.module, row.input, row.output)

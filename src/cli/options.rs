@@ -102,6 +102,9 @@ pub struct OutputArgs {
     /// Quantize the output head too, of a model whose head is not its embedding table
     #[arg(long)]
     quantize_lm_head: bool,
+    /// Calibrate every expert of a mixture with every token, not only with those that its router sends there
+    #[arg(long)]
+    all_experts: bool,
     /// Bytes of tensors in one file at most [default: 4GB]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     shard_size: Option<u64>,
@@ -132,6 +135,7 @@ impl OutputArgs {
             overrides: self.overrides.iter().map(|text| Override::parse(text)).collect::<Result<_>>()?,
             skip: self.skip.clone(),
             lm_head: self.quantize_lm_head,
+            all_experts: self.all_experts,
         })
     }
 

@@ -104,6 +104,28 @@ pub struct Section {
     pub branches: Vec<Branch>,
     /// The name of a norm that the sum passes first.
     pub post_norm: Option<String>,
+    pub router: Option<Router>,
+}
+
+/// What decides which experts a token goes to; never quantized. Its weight is [experts, hidden].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Router {
+    pub name: String,
+    pub experts: usize,
+    /// Experts of each token.
+    pub per_token: usize,
+    /// Whether the weights of those are divided by their sum.
+    pub normalized: bool,
+}
+
+/// Which tokens a branch sees.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Route {
+    Every,
+    /// Those that the section's router sends to this expert.
+    Expert(usize),
+    /// All, with what comes out weighted by the sigmoid of their product with this weight [1, hidden].
+    Gate(String),
 }
 
 /// A norm, a stage, [what lies between](Kind), and another stage.
@@ -112,19 +134,24 @@ pub struct Branch {
     /// The name of its norm, without `.weight`.
     pub norm: String,
     pub kind: Kind,
+    pub route: Route,
     pub stages: [Stage; 2],
 }
 
 /// What is between a branch's two stages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
-    /// Attention over the outputs of the first stage.
-    Attention { qkv: Qkv, head_norms: Option<[String; 2]> },
+    /// Attention over the outputs of the first stage. Norms of queries and keys go by runs of so many
+    /// features: one head, or all.
+    Attention { qkv: Qkv, head_norms: Option<[(String, usize); 2]> },
     /// act(gate) · up of the first stage's two layers, or of the halves of its one.
     Gated,
     /// act of the first stage's layer.
     Plain,
 }
+
+/// The names of the two stages of an expert that tokens are routed to.
+pub const EXPERT_STAGES: [&str; 2] = ["expert_gate_up", "expert_down"];
 
 /// How queries, keys and values come out of their stage.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,6 +174,16 @@ impl BlockSpec {
         self.sections.iter().flat_map(|section| &section.branches)
     }
 
+    /// Names of routers and gates, with the rows of their weights.
+    pub(super) fn routers(&self) -> impl Iterator<Item = (&str, usize)> {
+        let routers = self.sections.iter().filter_map(|section| section.router.as_ref());
+        let gates = self.branches().filter_map(|branch| match &branch.route {
+            Route::Gate(name) => Some((name.as_str(), 1)),
+            Route::Every | Route::Expert(_) => None,
+        });
+        routers.map(|router| (router.name.as_str(), router.experts)).chain(gates)
+    }
+
     /// Names of the norms over whole rows, each once.
     pub(super) fn norms(&self) -> Vec<&str> {
         let mut names: Vec<&str> = vec![];
@@ -161,13 +198,13 @@ impl BlockSpec {
         names
     }
 
-    /// Names of the norms of single heads.
-    pub(super) fn head_norms(&self) -> Vec<&str> {
+    /// Names and widths of the norms of queries and keys.
+    pub(super) fn head_norms(&self) -> Vec<(&str, usize)> {
         let norms = self.branches().filter_map(|branch| match &branch.kind {
             Kind::Attention { head_norms, .. } => head_norms.as_ref(),
             Kind::Gated | Kind::Plain => None,
         });
-        norms.flatten().map(String::as_str).collect()
+        norms.flatten().map(|(name, width)| (name.as_str(), *width)).collect()
     }
 }
 
@@ -228,7 +265,8 @@ pub fn expected_tensors(config: &ModelConfig) -> Vec<(String, Vec<usize>)> {
         for name in block.norms() {
             norm(&mut tensors, name);
         }
-        tensors.extend(block.head_norms().into_iter().map(|norm| (weight(norm), vec![config.head_dim])));
+        tensors.extend(block.head_norms().into_iter().map(|(norm, width)| (weight(norm), vec![width])));
+        tensors.extend(block.routers().map(|(name, rows)| (weight(name), vec![rows, config.hidden_size])));
         for spec in block.stages().flat_map(|stage| &stage.linears) {
             if spec.bias {
                 tensors.push((format!("{}.bias", spec.module), vec![spec.out_features]));

@@ -13,14 +13,16 @@
 //! a quantized model and of its original do.
 
 use std::collections::HashMap;
+use std::rc::Rc;
 
-use super::arch::{self, BlockSpec, Branch, Kind, LinearSpec, Qkv, Stage};
+use super::arch::{self, BlockSpec, Branch, Kind, LinearSpec, Qkv, Route, Stage};
 use super::cache::KvCache;
 use super::config::ModelConfig;
 use super::linear::Linear;
 use super::norm::Norm;
 use super::rope::RopeTables;
-use super::weights::Weights;
+use super::routing::{self, Routing};
+use super::weights::{Weights, load_row_chunks};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::activation::{self, Function};
@@ -28,8 +30,10 @@ use crate::kernels::add::add_assign;
 use crate::kernels::append::Rows;
 use crate::kernels::attention::{self, Attention, causal};
 use crate::kernels::columns::gather;
+use crate::kernels::embedding;
 use crate::kernels::keep::keep;
 use crate::kernels::rope;
+use crate::kernels::scatter::add_rows;
 use crate::kernels::swiglu::{swiglu, swiglu_halves};
 use crate::tensor::{Elem, Tensor};
 
@@ -55,6 +59,9 @@ pub struct Flow {
     pub inner: Option<Tensor>,
     /// What the section's finished branches gave, where others are still to come.
     pub sum: Option<Tensor>,
+    /// In a section with experts, which tokens its branches see. Where two flows go side by side, one may
+    /// be given the other's, before it comes to the section.
+    pub routing: Option<Rc<Routing>>,
     /// The stage that it has come to.
     pub stage: usize,
 }
@@ -62,7 +69,7 @@ pub struct Flow {
 impl Flow {
     /// Before a block.
     pub fn new(h: Tensor) -> Self {
-        Self { h, inner: None, sum: None, stage: 0 }
+        Self { h, inner: None, sum: None, routing: None, stage: 0 }
     }
 }
 
@@ -71,6 +78,8 @@ pub struct Block {
     layer: usize,
     spec: BlockSpec,
     norms: HashMap<String, Norm>,
+    /// Routers and gates by name.
+    routers: HashMap<String, Linear>,
     /// By module.
     linears: HashMap<String, Linear>,
     shape: Attention,
@@ -125,15 +134,22 @@ impl Block {
         device: &Device,
     ) -> Result<Self> {
         let spec = arch::block(config, layer);
-        let widths = (spec.norms().into_iter().map(|name| (name, config.hidden_size)))
-            .chain(spec.head_norms().into_iter().map(|name| (name, config.head_dim)));
+        let widths =
+            (spec.norms().into_iter().map(|name| (name, config.hidden_size))).chain(spec.head_norms());
         let mut norms = HashMap::new();
         for (name, width) in widths {
             norms.insert(name.to_owned(), Norm::load(config, name, width, weights, device).await?);
         }
+        let mut routers = HashMap::new();
+        for (name, rows) in spec.routers() {
+            let shape = [rows, config.hidden_size];
+            let chunks = load_row_chunks(weights, &arch::weight(name), shape, device).await?;
+            routers.insert(name.to_owned(), Linear::new(chunks, None)?);
+        }
         Ok(Self {
             layer,
             norms,
+            routers,
             spec,
             linears: HashMap::new(),
             shape: Attention::of(config, layer),
@@ -165,6 +181,22 @@ impl Block {
     /// Whether `stage` is the first of a branch, so that the branch before must be finished for it.
     pub fn begins_branch(&self, stage: usize) -> bool {
         stage.is_multiple_of(2)
+    }
+
+    /// Whether `stage` is the first of a section with experts, where the flow's [`Routing`] is made.
+    pub fn routes(&self, stage: usize) -> bool {
+        let first = |place: Place| place.branch == 0 && !place.second;
+        self.place(stage)
+            .is_some_and(|place| first(place) && self.spec.sections[place.section].router.is_some())
+    }
+
+    /// The number of `stage`'s branch in its section, and the expert that it is.
+    pub fn expert(&self, stage: usize) -> Option<(usize, usize)> {
+        let place = self.place(stage)?;
+        match self.branch(place).route {
+            Route::Expert(expert) => Some((place.branch, expert)),
+            Route::Every | Route::Gate(_) => None,
+        }
     }
 
     /// Whether the inputs of `stage` are worth keeping for the next stage: those of a branch's first are a
@@ -202,14 +234,20 @@ impl Block {
         rope: &RopeTables,
     ) -> Result<()> {
         if stage != flow.stage {
-            self.step(stage, flow, &mut Reading::Whole(seq_len), rope)?;
+            self.step(stage, flow, &mut Reading::Whole(seq_len), rope).await?;
             flow.inner = None;
         }
-        Ok(())
+        self.route(flow).await
     }
 
     /// The same, but leaves the inputs of the stage before where they serve the next.
-    fn step(&self, stage: usize, flow: &mut Flow, text: &mut Reading, rope: &RopeTables) -> Result<()> {
+    async fn step(
+        &self,
+        stage: usize,
+        flow: &mut Flow,
+        text: &mut Reading<'_>,
+        rope: &RopeTables,
+    ) -> Result<()> {
         let Some(from) = self.place(flow.stage) else {
             return Err(Error::Internal(format!("block {} has no stage {}", self.layer, flow.stage)));
         };
@@ -220,6 +258,34 @@ impl Block {
             self.close(from, self.place(stage), flow, text, rope)?;
         }
         flow.stage = stage;
+        self.route(flow).await
+    }
+
+    /// Routes the tokens of a flow that has come to a section with experts, unless that is done.
+    async fn route(&self, flow: &mut Flow) -> Result<()> {
+        let Some(place) = self.place(flow.stage).filter(|_| flow.routing.is_none()) else { return Ok(()) };
+        let section = &self.spec.sections[place.section];
+        let Some(router) = &section.router else { return Ok(()) };
+        let Some(first) = section.branches.first() else { return Ok(()) };
+        let x = self.norm(&first.norm)?.apply(&flow.h)?;
+        let of = |name: &str| {
+            let absent = || Error::Internal(format!("{name} is not in its block"));
+            self.routers.get(name).ok_or_else(absent)?.forward(&x)
+        };
+        let mut branches = routing::experts(router, &of(&router.name)?).await?;
+        for branch in &section.branches {
+            if let Route::Gate(name) = &branch.route {
+                branches.push(routing::gate(&of(name)?).await?);
+            }
+        }
+        if branches.len() != section.branches.len() {
+            return Err(Error::Internal(format!(
+                "{} routes for {} branches",
+                branches.len(),
+                section.branches.len()
+            )));
+        }
+        flow.routing = Some(Rc::new(Routing { branches }));
         Ok(())
     }
 
@@ -236,31 +302,55 @@ impl Block {
         let kept = if flow.stage % 2 == 1 { flow.inner.take() } else { None };
         flow.inner = None;
         let x = match kept {
-            Some(x) => x,
-            None => {
-                let x = self.first_input(branch, flow)?;
-                self.second_input(branch, &x, text, rope)?
-            }
+            Some(x) => Some(x),
+            None => match self.first_input(from, flow)? {
+                Some(x) => Some(self.second_input(branch, &x, text, rope)?),
+                None => None,
+            },
         };
         let [spec] = &branch.stages[1].linears[..] else {
             return Err(Error::Internal(format!("block {}: a branch with several ends", self.layer)));
         };
-        let mut out = self.linear(spec)?.forward(&x)?;
-        if let Some(sum) = flow.sum.take() {
-            add_assign(&mut out, &sum)?;
+        let last = to.is_none_or(|to| to.section != from.section);
+        match (x, &branch.route) {
+            (None, _) => {}
+            (Some(x), Route::Every) => {
+                let mut out = self.linear(spec)?.forward(&x)?;
+                if let Some(sum) = flow.sum.take() {
+                    add_assign(&mut out, &sum)?;
+                }
+                flow.sum = Some(out);
+            }
+            (Some(x), Route::Expert(_) | Route::Gate(_)) => {
+                let out = self.linear(spec)?.forward(&x)?;
+                let mut sum = match flow.sum.take() {
+                    Some(sum) => sum,
+                    None => Tensor::zeros(flow.h.device(), Elem::F32, flow.h.shape())?,
+                };
+                let (tokens, weights) = self.routed(from, flow)?;
+                add_rows(&mut sum, &out, tokens, weights)?;
+                flow.sum = Some(sum);
+            }
         }
-        if to.is_some_and(|to| to.section == from.section) {
-            flow.sum = Some(out);
+        if !last {
             return Ok(());
         }
+        flow.routing = None;
+        let Some(mut out) = flow.sum.take() else { return Ok(()) };
         if let Some(norm) = &self.spec.sections[from.section].post_norm {
             out = self.norm(norm)?.apply(&out)?;
         }
         add_assign(&mut flow.h, &out)
     }
 
-    /// The inputs of `stage`, [rows, in_features], of a `flow` that was at the stage before, or at this one.
-    /// Put back as `flow.inner` they need not be computed again; see [`Block::worth_keeping`].
+    /// The tokens of an expert, and their weights.
+    fn routed<'a>(&self, place: Place, flow: &'a Flow) -> Result<&'a (Vec<u32>, Vec<f32>)> {
+        let routing = flow.routing.as_ref().and_then(|routing| routing.branches.get(place.branch));
+        routing.ok_or_else(|| Error::Internal(format!("block {}: tokens without a route", self.layer)))
+    }
+
+    /// The inputs of `stage`, [rows, in_features], of a `flow` that was at the stage before, or at this one;
+    /// `None` when no token was routed to an expert. Put back as `flow.inner` they need not be computed again; see [`Block::worth_keeping`].
     ///
     /// # Errors
     /// As [`Block::advance`].
@@ -270,31 +360,59 @@ impl Block {
         flow: &mut Flow,
         seq_len: usize,
         rope: &RopeTables,
-    ) -> Result<Tensor> {
-        self.input_of(stage, flow, &mut Reading::Whole(seq_len), rope)
+    ) -> Result<Option<Tensor>> {
+        self.input_of(stage, flow, &mut Reading::Whole(seq_len), rope).await
     }
 
-    fn input_of(
+    /// The inputs that `stage` would have if every token were routed to its expert. Of those that are, none
+    /// are kept.
+    ///
+    /// # Errors
+    /// As [`Block::advance`].
+    pub async fn input_of_all(
         &self,
         stage: usize,
         flow: &mut Flow,
-        text: &mut Reading,
+        seq_len: usize,
         rope: &RopeTables,
     ) -> Result<Tensor> {
+        self.advance(stage, flow, seq_len, rope).await?;
+        flow.inner = None;
+        let place = self.existing(stage)?;
+        let branch = self.branch(place);
+        let x = self.norm(&branch.norm)?.apply(&flow.h)?;
+        match place.second {
+            true => self.second_input(branch, &x, &mut Reading::Whole(seq_len), rope),
+            false => Ok(x),
+        }
+    }
+
+    fn existing(&self, stage: usize) -> Result<Place> {
+        self.place(stage).ok_or_else(|| Error::Internal(format!("block {} has no stage {stage}", self.layer)))
+    }
+
+    async fn input_of(
+        &self,
+        stage: usize,
+        flow: &mut Flow,
+        text: &mut Reading<'_>,
+        rope: &RopeTables,
+    ) -> Result<Option<Tensor>> {
         let before = flow.stage;
-        self.step(stage, flow, text, rope)?;
-        let Some(place) = self.place(stage) else {
-            return Err(Error::Internal(format!("block {} has no stage {stage}", self.layer)));
-        };
+        self.step(stage, flow, text, rope).await?;
+        let place = self.existing(stage)?;
         let branch = self.branch(place);
         let kept = flow.inner.take();
         if !place.second {
-            return self.first_input(branch, flow);
+            return self.first_input(place, flow);
         }
         match kept {
-            Some(x) if before == stage => Ok(x),
-            Some(x) => self.second_input(branch, &x, text, rope),
-            None => self.second_input(branch, &self.first_input(branch, flow)?, text, rope),
+            Some(x) if before == stage => Ok(Some(x)),
+            Some(x) => self.second_input(branch, &x, text, rope).map(Some),
+            None => match self.first_input(place, flow)? {
+                Some(x) => self.second_input(branch, &x, text, rope).map(Some),
+                None => Ok(None),
+            },
         }
     }
 
@@ -321,10 +439,10 @@ impl Block {
         let mut flow = Flow::new(h);
         let stages = self.stages().count();
         for stage in 0..stages {
-            let x = self.input_of(stage, &mut flow, text, rope)?;
-            flow.inner = Some(x);
+            let x = self.input_of(stage, &mut flow, text, rope).await?;
+            flow.inner = x;
         }
-        self.step(stages, &mut flow, text, rope)?;
+        self.step(stages, &mut flow, text, rope).await?;
         Ok(flow.h)
     }
 
@@ -334,8 +452,16 @@ impl Block {
     }
 
     /// The inputs of a branch's first stage.
-    fn first_input(&self, branch: &Branch, flow: &Flow) -> Result<Tensor> {
-        self.norm(&branch.norm)?.apply(&flow.h)
+    fn first_input(&self, place: Place, flow: &Flow) -> Result<Option<Tensor>> {
+        let branch = self.branch(place);
+        let Route::Expert(_) = branch.route else {
+            return self.norm(&branch.norm)?.apply(&flow.h).map(Some);
+        };
+        let (tokens, _) = self.routed(place, flow)?;
+        if tokens.is_empty() {
+            return Ok(None);
+        }
+        self.norm(&branch.norm)?.apply(&embedding::gather(&[&flow.h], tokens)?).map(Some)
     }
 
     /// The inputs of its second stage, from those of its first.
@@ -350,7 +476,7 @@ impl Block {
         match (&branch.kind, &linears[..]) {
             (Kind::Attention { qkv, head_norms }, _) => {
                 let [mut q, mut k, v] = self.heads(*qkv, linears, x)?;
-                if let Some([q_norm, k_norm]) = head_norms {
+                if let Some([(q_norm, _), (k_norm, _)]) = head_norms {
                     q = self.norm(q_norm)?.apply(&q)?;
                     k = self.norm(k_norm)?.apply(&k)?;
                 }

@@ -44,6 +44,8 @@ pub struct ModelConfig {
     /// c where scores of attention, or logits, s count as c · tanh(s / c).
     pub attention_soft_cap: Option<f32>,
     pub logit_soft_cap: Option<f32>,
+    /// Experts in place of some blocks' MLPs.
+    pub experts: Option<Experts>,
     /// Attention and MLP read the same stream, where a family has both kinds.
     pub parallel: bool,
     /// Linear layers are stored as [in, out], as those of GPT-2 are.
@@ -58,7 +60,7 @@ pub struct ModelConfig {
     pub o_bias: bool,
     /// Whether the linear layers of the MLP have biases.
     pub mlp_bias: bool,
-    /// Whether queries and keys are normalized per head.
+    /// Whether queries and keys are normalized.
     pub qk_norm: bool,
     /// The longest text that the model was made for, in tokens.
     pub max_position_embeddings: usize,
@@ -128,10 +130,10 @@ impl ModelConfig {
     /// As [`ModelConfig::parse`].
     pub(super) fn common(family: &'static Family, keys: &Keys, defaults: &Defaults) -> Result<Self> {
         for key in ["num_experts", "num_local_experts", "n_routed_experts"] {
-            if keys.number(key)?.is_some_and(|count| count > 0) {
+            if !defaults.experts && keys.number(key)?.is_some_and(|count| count > 0) {
                 return Err(Error::unsupported(
-                    format!("mixtures of experts ({key}) are not supported"),
-                    "Use a model with one MLP per block",
+                    format!("mixtures of experts ({key}) are not supported in {}", family.name),
+                    "Use a model with one MLP per block, or mixtral, qwen2_moe, qwen3_moe or olmoe",
                 ));
             }
         }
@@ -222,6 +224,7 @@ impl ModelConfig {
             attention_scale: (1.0 / (head_dim as f64).sqrt()) as f32,
             attention_soft_cap: None,
             logit_soft_cap: None,
+            experts: None,
             parallel: false,
             transposed: false,
             sliding_window: vec![None; layers],
@@ -237,6 +240,20 @@ impl ModelConfig {
     }
 }
 
+/// The experts of a mixture.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Experts {
+    pub count: usize,
+    pub per_token: usize,
+    pub intermediate_size: usize,
+    /// Whether the weights of a token's experts are divided by their sum.
+    pub normalized: bool,
+    /// Of an expert that sees every token, if there is one.
+    pub shared_size: Option<usize>,
+    /// For each block, whether it has experts instead of one MLP.
+    pub sparse: Vec<bool>,
+}
+
 /// What an absent key means, where families differ.
 pub(super) struct Defaults {
     /// Whether `num_key_value_heads` must be there; else there are as many as heads.
@@ -250,6 +267,8 @@ pub(super) struct Defaults {
     pub rotary_share: Option<f64>,
     /// Whether the head is the embedding table.
     pub tied: bool,
+    /// Whether experts are computed.
+    pub experts: bool,
 }
 
 impl Default for Defaults {
@@ -261,6 +280,7 @@ impl Default for Defaults {
             activation: "silu",
             rotary_share: None,
             tied: false,
+            experts: false,
         }
     }
 }

@@ -138,7 +138,9 @@ impl Fused {
             && config.rope.is_some()
             && config.rotary_dim == config.head_dim
             && spec.sections.len() == 2
+            && spec.head_norms().iter().all(|(_, width)| *width == config.head_dim)
             && spec.sections.iter().all(|section| section.post_norm.is_none())
+            && spec.sections.iter().all(|section| section.router.is_none())
             && matches!(kinds[..], [Kind::Attention { qkv: Qkv::Apart | Qkv::Stacked, .. }, Kind::Gated])
     }
 
@@ -154,8 +156,8 @@ impl Fused {
             norms.push(load_f32(weights, &arch::weight(name), &[config.hidden_size]).await?);
         }
         let mut head_norms = vec![];
-        for name in spec.head_norms() {
-            head_norms.extend(load_f32(weights, &arch::weight(name), &[config.head_dim]).await?);
+        for (name, width) in spec.head_norms() {
+            head_norms.extend(load_f32(weights, &arch::weight(name), &[width]).await?);
         }
         let mut norms = norms.into_iter();
         let mut stages = vec![];

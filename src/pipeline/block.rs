@@ -7,12 +7,12 @@
 use web_time::Instant;
 
 use super::inputs::StageInputs;
-use super::layer::Place;
+use super::layer::{Place, Rows};
 use super::plan::{block_copies, stage_flops};
 use super::run::Run;
 use super::stream::{Batch, Flows};
 use crate::checkpoint::Writer;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::gptq::layer::Calibration;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Flow, Weights, final_norm};
@@ -37,7 +37,12 @@ impl Run<'_> {
             None => None,
         };
         let stages = stages(&plan.config, layer);
+        // Tokens that the branches of the section at hand see.
+        let mut routed = Vec::new();
         for (index, stage) in stages.iter().enumerate() {
+            if calibrated && block.routes(index) {
+                routed = self.route(layer, index, &block, flows).await?;
+            }
             let Some(assigned) = stage.linears.first().and_then(|spec| plan.assigned(&spec.module)) else {
                 // Asked to stay in 16 bits.
                 if calibrated && block.begins_branch(index) && index > 0 {
@@ -52,14 +57,22 @@ impl Run<'_> {
                 }
                 continue;
             };
+            let expert = block.expert(index);
+            let place = match expert {
+                Some((_, expert)) => format!("block {layer}, expert {expert}, stage {}", stage.name),
+                None => format!("block {layer}, stage {}", stage.name),
+            };
+            let mut rows = Rows::of_all(self.batches.summed_tokens());
+            if let Some((branch, _)) = expert.filter(|_| calibrated) {
+                rows = self.rows_of_expert(&place, stage, &routed, branch);
+            }
             let inputs = match calibrated {
-                true => Some(self.inputs(layer, index, stage, (&block, flows), &mut original).await?),
+                true => Some(self.inputs(layer, index, &rows, (&block, flows), &mut original).await?),
                 false => None,
             };
-            let place = format!("block {layer}, stage {}", stage.name);
             let prepared = self.prepare(&place, stage, assigned, inputs).await?;
             for spec in &stage.linears {
-                let place = Place { layer, stage: stage.name };
+                let place = Place { layer, stage: stage.name, rows };
                 if let Some(linear) = self.linear(place, spec, assigned, &prepared, writer, true).await? {
                     block.set_linear(spec, linear);
                 }
@@ -75,33 +88,101 @@ impl Run<'_> {
         Ok(())
     }
 
+    /// Brings every micro-batch to a section with experts, and counts the tokens that each branch sees of
+    /// those that are summed up.
+    async fn route(
+        &mut self,
+        layer: usize,
+        index: usize,
+        block: &Block,
+        flows: &mut Flows,
+    ) -> Result<Vec<usize>> {
+        let mut counts = Vec::new();
+        for batch in 0..self.batches.len() {
+            self.stop_point(layer).await?;
+            let seq_len = self.batches.get(batch).seq_len;
+            let Some(mut flow) = flows.take(batch)? else { continue };
+            let since = Instant::now();
+            block.advance(index, &mut flow, seq_len, &self.rope).await?;
+            if let Some(routing) = &flow.routing
+                && !self.batches.get(batch).held
+            {
+                counts.resize(routing.branches.len(), 0);
+                for (count, (tokens, _)) in counts.iter_mut().zip(&routing.branches) {
+                    *count += tokens.len();
+                }
+            }
+            flows.put(batch, flow).await?;
+            self.device.settle().await?;
+            self.clock.add("forward", since);
+        }
+        Ok(counts)
+    }
+
+    /// Whose tokens make an expert's Hessian: its own, or those of the whole layer where it has too few to
+    /// tell its inputs apart, or where that was asked for.
+    fn rows_of_expert(&mut self, place: &str, stage: &Stage, routed: &[usize], branch: usize) -> Rows {
+        let tokens = self.batches.summed_tokens();
+        let own = routed.get(branch).copied().unwrap_or(0);
+        let (experts, per_token) =
+            self.plan.config.experts.as_ref().map_or((1, 1), |experts| (experts.count, experts.per_token));
+        let inputs = stage.linears.first().map_or(0, |spec| spec.in_features);
+        let starved = 100 * own * experts < tokens * per_token || 10 * own < inputs;
+        if starved && !self.plan.output.all_experts {
+            self.warn(format!(
+                "{place}: {own} of {tokens} tokens came to this expert, too few for its {inputs} inputs; those of \
+                 the whole layer were taken"
+            ));
+        }
+        let all = starved || self.plan.output.all_experts;
+        Rows { count: if all { tokens } else { own }, routed: Some(own), all }
+    }
+
     /// Computes a stage's inputs for every micro-batch, of the quantized model and, where it goes along, of
     /// the original, and sums them up.
     async fn inputs(
         &mut self,
         layer: usize,
         index: usize,
-        stage: &Stage,
+        rows: &Rows,
         (block, flows): (&Block, &mut Flows),
         original: &mut Option<(Block, &mut Flows)>,
     ) -> Result<Calibration> {
+        let plan = self.plan;
+        let Some(stage) = block.stages().nth(index) else {
+            return Err(Error::Internal(format!("block {layer} has no stage {index}")));
+        };
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
-        let mut inputs = StageInputs::new(self.device, &self.plan.scheme, n, self.batches.summed_tokens())?;
+        // The original may send a token to other experts, so that there is nothing to compare with.
+        let compared = rows.routed.is_none();
+        let drifts = plan.scheme.needs_original() && compared;
+        let mut inputs = StageInputs::new(self.device, drifts, n, rows.count)?;
+        let of_all = rows.all && rows.routed.is_some();
         for batch in 0..self.batches.len() {
             self.stop_point(layer).await?;
-            let Some(seen) = self.input(index, block, flows, batch).await? else { continue };
+            let Batch { ids, seq_len, held } = self.batches.get(batch);
+            let flops = stage_flops(&plan.config, &plan.scheme, &plan.output, stage, ids.len(), *seq_len);
+            let (held, seq_len) = (*held, *seq_len);
+            let seen = self.input(index, block, flows, batch, of_all).await?;
             let beside = match original {
-                Some((block, flows)) => self.input(index, block, flows, batch).await?,
+                Some((block, flows)) if compared => self.input(index, block, flows, batch, false).await?,
+                Some((block, flows)) => {
+                    if let Some(mut flow) = flows.take(batch)? {
+                        block.advance(index, &mut flow, seq_len, &self.rope).await?;
+                        flows.put(batch, flow).await?;
+                    }
+                    None
+                }
                 None => None,
             };
             let since = Instant::now();
-            let Batch { ids, seq_len, held } = self.batches.get(batch);
-            inputs.take(&seen, beside.as_ref(), *held)?;
+            if let Some(seen) = &seen {
+                inputs.take(seen, beside.as_ref(), held)?;
+            }
             self.clock.add("hessian", since);
-            let flops = stage_flops(&self.plan.config, &self.plan.scheme, stage, ids.len(), *seq_len);
-            if self.plan.keep_between && block.worth_keeping(index) {
+            if plan.keep_between && block.worth_keeping(index) && !of_all {
                 flows.keep(batch, seen).await?;
-                if let (Some((_, flows)), Some(beside)) = (original.as_mut(), beside) {
+                if let Some((_, flows)) = original.as_mut() {
                     flows.keep(batch, beside).await?;
                 }
             }
@@ -111,21 +192,25 @@ impl Run<'_> {
         Ok(inputs.done())
     }
 
-    /// One model's inputs of a stage for one micro-batch.
+    /// One model's inputs of a stage for one micro-batch; `of_all` its tokens or those that come to it.
     async fn input(
         &mut self,
         index: usize,
         block: &Block,
         flows: &mut Flows,
         batch: usize,
+        of_all: bool,
     ) -> Result<Option<Tensor>> {
         let seq_len = self.batches.get(batch).seq_len;
         let Some(mut flow) = flows.take(batch)? else { return Ok(None) };
         let since = Instant::now();
-        let x = block.input(index, &mut flow, seq_len, &self.rope).await?;
+        let x = match of_all {
+            true => Some(block.input_of_all(index, &mut flow, seq_len, &self.rope).await?),
+            false => block.input(index, &mut flow, seq_len, &self.rope).await?,
+        };
         flows.put(batch, flow).await?;
         self.clock.add("forward", since);
-        Ok(Some(x))
+        Ok(x)
     }
 
     /// Brings every micro-batch to stage `index` without looking at its inputs; behind the last stage, to
@@ -164,7 +249,8 @@ impl Run<'_> {
         if plan.scheme.needs_inputs() {
             let norm = final_norm(&plan.config, self.stored, self.device).await?;
             let tokens = self.batches.summed_tokens();
-            let sums = inputs.insert(StageInputs::new(self.device, &plan.scheme, spec.in_features, tokens)?);
+            let sums =
+                inputs.insert(StageInputs::new(self.device, original.is_some(), spec.in_features, tokens)?);
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;
                 let normed = |flow: Option<Flow>| flow.map(|flow| norm.apply(&flow.h)).transpose();
@@ -178,13 +264,14 @@ impl Run<'_> {
                 sums.take(&seen, beside.as_ref(), *held)?;
                 self.device.settle().await?;
                 self.clock.add("hessian", since);
-                let flops = stage_flops(&plan.config, &plan.scheme, stage, ids.len(), *seq_len);
+                let flops = stage_flops(&plan.config, &plan.scheme, &plan.output, stage, ids.len(), *seq_len);
                 self.advance(layer, stage.name, flops);
             }
         }
         let inputs = inputs.map(StageInputs::done);
         let prepared = self.prepare("the output head", stage, assigned, inputs).await?;
-        let place = Place { layer, stage: stage.name };
+        let rows = Rows::of_all(self.batches.summed_tokens());
+        let place = Place { layer, stage: stage.name, rows };
         self.linear(place, spec, assigned, &prepared, writer, false).await?;
         Ok(())
     }

@@ -6,7 +6,6 @@ use crate::error::Result;
 use crate::gptq::drift::Drift;
 use crate::gptq::held::Held;
 use crate::gptq::layer::Calibration;
-use crate::gptq::scheme::Scheme;
 use crate::kernels::columns::copy;
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::tensor::Tensor;
@@ -21,14 +20,15 @@ pub(super) struct StageInputs {
 }
 
 impl StageInputs {
-    /// For inputs of `n` features, of which `tokens` are summed up.
-    pub fn new(device: &Device, scheme: &Scheme, n: usize, tokens: usize) -> Result<Self> {
+    /// For inputs of `n` features, of which `tokens` are summed up; beside those of the original where it
+    /// `drifts`.
+    pub fn new(device: &Device, drifts: bool, n: usize, tokens: usize) -> Result<Self> {
         Ok(Self {
             hessian: SymmetricPanels::zeros(device, n)?,
-            drift: if scheme.needs_original() { Some(Drift::zeros(device, n)?) } else { None },
+            drift: if drifts { Some(Drift::zeros(device, n)?) } else { None },
             seen: None,
             original: None,
-            scale: 2.0 / tokens as f32,
+            scale: 2.0 / tokens.max(1) as f32,
         })
     }
 

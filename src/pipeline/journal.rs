@@ -95,7 +95,7 @@ impl Journal {
         let (x, y) = (&was.output, &now.output);
         let batch = format!("the micro-batch size ({})", face::MAX_MEMORY);
         let shards = format!("the number of files ({})", face::SHARD_SIZE);
-        let pairs: [(&dyn fmt::Display, _, _); 21] = [
+        let pairs: [(&dyn fmt::Display, _, _); 22] = [
             (&"the model", was.source.clone(), now.source.clone()),
             (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
             (&"the calibration text", was.text.clone(), now.text.clone()),
@@ -114,6 +114,7 @@ impl Journal {
             (&face::OVERRIDE, overrides(x), overrides(y)),
             (&face::SKIP, list(x.skip.clone()), list(y.skip.clone())),
             (&face::QUANTIZE_LM_HEAD, x.lm_head.to_string(), y.lm_head.to_string()),
+            (&face::ALL_EXPERTS, x.all_experts.to_string(), y.all_experts.to_string()),
             (&shards, was.shards.to_string(), now.shards.to_string()),
             (&"the device", was.device.clone(), now.device.clone()),
             (&batch, was.batch_tokens.to_string(), now.batch_tokens.to_string()),

@@ -21,6 +21,23 @@ use crate::tensor::{Host, Tensor};
 pub(super) struct Place {
     pub layer: usize,
     pub stage: &'static str,
+    pub rows: Rows,
+}
+
+/// Whose inputs make a Hessian.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub count: usize,
+    /// Tokens that were routed to an expert, if it is one.
+    pub routed: Option<usize>,
+    /// Those of the whole layer.
+    pub all: bool,
+}
+
+impl Rows {
+    pub fn of_all(tokens: usize) -> Self {
+        Self { count: tokens, routed: None, all: true }
+    }
 }
 
 impl Run<'_> {
@@ -69,7 +86,8 @@ impl Run<'_> {
             output: spec.out_features,
             bits: scheme.bits,
             group: group_size(scheme),
-            tokens: self.batches.summed_tokens(),
+            tokens: place.rows.count,
+            routed: place.rows.routed,
             damp: prepared.damp_used(),
             rtn_loss: loss.map(|loss| logged(loss.rtn)),
             gptq_loss: loss.map(|loss| logged(loss.gptq)),
@@ -97,7 +115,7 @@ impl Run<'_> {
             self.observer.event(Event::Weights(&corner));
         }
         self.journal.modules.push(row);
-        self.advance(place.layer, place.stage, linear_flops(scheme, spec, self.batches.tokens(), true));
+        self.advance(place.layer, place.stage, linear_flops(scheme, spec, place.rows.count, true));
         Ok(linear)
     }
 

@@ -15,7 +15,9 @@ use crate::face;
 use crate::gptq::scheme::Scheme;
 use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::PANEL;
-use crate::model::arch::{Stage, block, block_prefix, expected_tensors, head_stage, stages, weight};
+use crate::model::arch::{
+    EXPERT_STAGES, Stage, block, block_prefix, expected_tensors, head_stage, stages, weight,
+};
 use crate::model::{LinearSpec, ModelConfig, Stored, Weights};
 
 /// What the user may say about a run's resources.
@@ -322,9 +324,13 @@ pub fn group_size(scheme: &Scheme) -> i64 {
 
 /// The kernels read four numbers at a time, and attention cuts heads into sixteens.
 fn check_shapes(config: &ModelConfig) -> Result<()> {
+    let experts = config.experts.as_ref();
+    let inner = experts.map_or(config.intermediate_size, |experts| experts.intermediate_size);
     let sizes = [
         ("hidden_size", config.hidden_size, 4),
         ("intermediate_size", config.intermediate_size, 4),
+        ("the experts' intermediate_size", inner, 4),
+        ("shared_expert_intermediate_size", experts.and_then(|experts| experts.shared_size).unwrap_or(4), 4),
         ("head_dim", config.head_dim, 16),
     ];
     match sizes.iter().find(|(_, size, multiple)| !size.is_multiple_of(*multiple)) {
@@ -547,10 +553,12 @@ fn flops(
     let mut sum = 0.0;
     for (_, stage) in stages {
         if options.scheme.needs_inputs() && stage.linears.iter().any(is_quantized) {
-            sum += stage_flops(config, &options.scheme, stage, options.tokens, options.longest);
+            sum +=
+                stage_flops(config, &options.scheme, &options.output, stage, options.tokens, options.longest);
         }
         for spec in &stage.linears {
-            sum += linear_flops(&options.scheme, spec, options.tokens, is_quantized(spec));
+            let rows = rows_of(config, &options.output, stage, options.tokens as f64);
+            sum += linear_flops(&options.scheme, spec, rows as usize, is_quantized(spec));
         }
     }
     sum
@@ -561,6 +569,7 @@ fn flops(
 pub fn stage_flops(
     config: &ModelConfig,
     scheme: &Scheme,
+    output: &Output,
     stage: &Stage,
     tokens: usize,
     seq_len: usize,
@@ -569,7 +578,17 @@ pub fn stage_flops(
     let width = (config.heads * config.head_dim) as f64;
     let attention = if stage.name == "o" { 2.0 * seq_len as f64 * width } else { 0.0 };
     let beside = if scheme.needs_original() { 2.0 * n * n + attention } else { 0.0 };
-    tokens as f64 * (n * n + attention + beside)
+    rows_of(config, output, stage, tokens as f64) * (n * n + attention + beside)
+}
+
+/// How many of `tokens` come to a stage: an expert sees its share of them.
+fn rows_of(config: &ModelConfig, output: &Output, stage: &Stage, tokens: f64) -> f64 {
+    match &config.experts {
+        Some(experts) if EXPERT_STAGES.contains(&stage.name) && !output.all_experts => {
+            tokens * experts.per_token as f64 / experts.count as f64
+        }
+        _ => tokens,
+    }
 }
 
 /// A linear layer's part: its product with all tokens and, if it is quantized, the sweep and the loss of
@@ -597,7 +616,14 @@ const ROUNDING_FLOPS: f64 = 500.0;
 /// Sums up the plan's memory and gives up conveniences until it fits.
 fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result<()> {
     let config = &plan.config;
-    let (tokens, hidden, inner) = (options.tokens, config.hidden_size, config.intermediate_size);
+    let (tokens, hidden) = (options.tokens, config.hidden_size);
+    let experts = config.experts.as_ref();
+    let inner = [
+        config.intermediate_size,
+        experts.map_or(0, |experts| experts.intermediate_size),
+        experts.and_then(|experts| experts.shared_size).unwrap_or(0),
+    ];
+    let inner = inner.into_iter().max().unwrap_or(0);
     let width = config.heads * config.head_dim;
     let calibrated = options.scheme.needs_inputs();
     let bytes = |count: usize| 4 * count as u64;

@@ -19,6 +19,8 @@ pub struct ModuleRow {
     pub group: i64,
     /// Calibration tokens in the Hessian.
     pub tokens: usize,
+    /// Of an expert, the tokens that were routed to it; where `tokens` is more, it had too few.
+    pub routed: Option<usize>,
     /// λ / mean(diag H) as used; `None` when rounded to nearest.
     pub damp: Option<f64>,
     /// tr(E·H·Eᵀ), H = (2/tokens)·XᵀX, of rounding to nearest on min-max grids and of GPTQ, both
@@ -52,14 +54,14 @@ pub fn logged(value: f64) -> f64 {
 }
 
 impl ModuleRow {
-    pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,damp,rtn_loss,gptq_loss,alpha,\
+    pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,\
         held_rtn,held_plain,held_kept,kept,seconds";
 
     pub fn csv(&self) -> String {
         let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:e}"));
         let held = |value: fn(&HeldRow) -> String| self.held.as_ref().map_or(String::new(), value);
         format!(
-            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{:.3}",
+            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{:.3}",
             self.layer,
             self.module,
             self.input,
@@ -67,6 +69,7 @@ impl ModuleRow {
             self.bits,
             self.group,
             self.tokens,
+            self.routed.map_or(String::new(), |routed| routed.to_string()),
             self.damp.map_or(String::new(), |damp| damp.to_string()),
             number(self.rtn_loss),
             number(self.gptq_loss),

@@ -22,6 +22,9 @@ pub struct Output {
     pub skip: Vec<String>,
     /// Quantize the output head too.
     pub lm_head: bool,
+    /// Every token makes every expert's Hessian.
+    #[serde(default)]
+    pub all_experts: bool,
 }
 
 /// What differs for the modules whose name a regex matches, anywhere in it.

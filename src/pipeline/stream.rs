@@ -4,9 +4,11 @@
 //! is another value. Micro-batches stay on the device when the plan says that they fit, else on the
 //! host.
 
+use std::rc::Rc;
+
 use crate::device::Device;
 use crate::error::Result;
-use crate::model::{Embedding, Flow};
+use crate::model::{Embedding, Flow, Routing};
 use crate::tensor::Tensor;
 
 /// Activations of one micro-batch, [sequences · seq_len, features].
@@ -57,13 +59,20 @@ pub struct Flows {
     h: Stream,
     inner: Stream,
     sum: Stream,
+    routing: Vec<Option<Rc<Routing>>>,
     stages: Vec<usize>,
 }
 
 impl Flows {
     pub fn new(device: &Device, on_device: bool, batches: usize) -> Self {
         let stream = || Stream::new(device, on_device, batches);
-        Self { h: stream(), inner: stream(), sum: stream(), stages: vec![0; batches] }
+        Self {
+            h: stream(),
+            inner: stream(),
+            sum: stream(),
+            routing: vec![None; batches],
+            stages: vec![0; batches],
+        }
     }
 
     /// With this residual stream, before a block.
@@ -75,12 +84,14 @@ impl Flows {
     pub fn take(&mut self, batch: usize) -> Result<Option<Flow>> {
         let Some(h) = self.h.take(batch)? else { return Ok(None) };
         let (inner, sum) = (self.inner.take(batch)?, self.sum.take(batch)?);
-        Ok(Some(Flow { h, inner, sum, stage: self.stages[batch] }))
+        let routing = self.routing[batch].take();
+        Ok(Some(Flow { h, inner, sum, routing, stage: self.stages[batch] }))
     }
 
     /// Puts it back where the streams live.
     pub async fn put(&mut self, batch: usize, flow: Flow) -> Result<()> {
-        let Flow { h, inner, sum, stage } = flow;
+        let Flow { h, inner, sum, routing, stage } = flow;
+        self.routing[batch] = routing;
         self.stages[batch] = stage;
         self.h.put(batch, h).await?;
         if let Some(inner) = inner {
@@ -95,8 +106,11 @@ impl Flows {
 
 impl Flows {
     /// Keeps a stage's inputs, which the next stage needs.
-    pub async fn keep(&mut self, batch: usize, inner: Tensor) -> Result<()> {
-        self.inner.put(batch, inner).await
+    pub async fn keep(&mut self, batch: usize, inner: Option<Tensor>) -> Result<()> {
+        match inner {
+            Some(inner) => self.inner.put(batch, inner).await,
+            None => Ok(()),
+        }
     }
 }
 

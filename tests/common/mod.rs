@@ -11,7 +11,7 @@ use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
 use pollster::block_on;
 use safetensors::SafeTensors;
 
-pub const MODELS: [&str; 11] = [
+pub const MODELS: [&str; 15] = [
     "llama",
     "llama_tied_rope3",
     "mistral_sliding",
@@ -23,6 +23,10 @@ pub const MODELS: [&str; 11] = [
     "gpt2",
     "gemma2",
     "gemma3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
 ];
 /// Of every golden model.
 pub const VOCAB: usize = 320;

@@ -120,7 +120,11 @@ fn windows(config: &mut ModelConfig, keys: &Keys, pattern: impl Fn(usize) -> boo
 
 fn block(config: &ModelConfig, layer: usize) -> BlockSpec {
     let parts = Parts::of(config, layer);
-    let section = |branch, post: &str| Section { branches: vec![branch], post_norm: Some(parts.name(post)) };
+    let section = |branch, post: &str| Section {
+        branches: vec![branch],
+        post_norm: Some(parts.name(post)),
+        router: None,
+    };
     let o = parts.o("self_attn", "o_proj");
     BlockSpec {
         sections: vec![

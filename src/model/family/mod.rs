@@ -7,6 +7,7 @@ mod gemma;
 mod gpt2;
 mod gpt_neox;
 mod llama;
+mod moe;
 mod opt;
 mod parts;
 mod phi3;
@@ -39,6 +40,10 @@ static FAMILIES: &[&Family] = &[
     &gpt2::GPT2,
     &gemma::GEMMA2,
     &gemma::GEMMA3,
+    &moe::MIXTRAL,
+    &moe::QWEN2_MOE,
+    &moe::QWEN3_MOE,
+    &moe::OLMOE,
 ];
 
 impl Family {

@@ -1,7 +1,9 @@
 //! What families' blocks are put together from.
 
-use crate::model::arch::{BlockSpec, Branch, Kind, LinearSpec, Qkv, Section, Stage};
-use crate::model::config::ModelConfig;
+use crate::model::arch::{
+    BlockSpec, Branch, EXPERT_STAGES, Kind, LinearSpec, Qkv, Route, Router, Section, Stage,
+};
+use crate::model::config::{Experts, ModelConfig};
 
 /// Where names and sizes of one block come from.
 pub struct Parts<'a> {
@@ -56,11 +58,12 @@ impl<'a> Parts<'a> {
 
     /// Attention of these layers.
     pub fn attention(&self, norm: &str, qkv: Qkv, linears: Vec<LinearSpec>, o: LinearSpec) -> Branch {
-        let head_norms =
-            self.config.qk_norm.then(|| ["q_norm", "k_norm"].map(|n| self.name(&format!("self_attn.{n}"))));
+        let head_norm = |name| (self.name(&format!("self_attn.{name}")), self.config.head_dim);
+        let head_norms = self.config.qk_norm.then(|| ["q_norm", "k_norm"].map(head_norm));
         Branch {
             norm: self.name(norm),
             kind: Kind::Attention { qkv, head_norms },
+            route: Route::Every,
             stages: [Stage { name: "qkv", linears }, Stage { name: "o", linears: vec![o] }],
         }
     }
@@ -78,8 +81,45 @@ impl<'a> Parts<'a> {
         Branch {
             norm: self.name(norm),
             kind: Kind::Gated,
+            route: Route::Every,
             stages: [Stage { name: "gate_up", linears }, Stage { name: "down", linears: vec![down] }],
         }
+    }
+
+    /// Experts `<part>.experts.<number>` with these three layers, gate, up and down, a router `<part>.gate`, and
+    /// the expert that sees every token.
+    pub fn experts(&self, norm: &str, part: &str, layers: [&'static str; 3], experts: &Experts) -> Section {
+        let branch = |name: &str, inner: usize, stages: [&'static str; 2], route: Route| {
+            let hidden = self.config.hidden_size;
+            let [gate, up, down] = layers;
+            let first =
+                [gate, up].map(|short| self.linear(&format!("{part}.{name}"), short, [hidden, inner], false));
+            let last = self.linear(&format!("{part}.{name}"), down, [inner, hidden], false);
+            Branch {
+                norm: self.name(norm),
+                kind: Kind::Gated,
+                route,
+                stages: [
+                    Stage { name: stages[0], linears: first.into() },
+                    Stage { name: stages[1], linears: vec![last] },
+                ],
+            }
+        };
+        let inner = experts.intermediate_size;
+        let mut branches: Vec<Branch> = (0..experts.count)
+            .map(|e| branch(&format!("experts.{e}"), inner, EXPERT_STAGES, Route::Expert(e)))
+            .collect();
+        if let Some(inner) = experts.shared_size {
+            let gate = Route::Gate(self.name(&format!("{part}.shared_expert_gate")));
+            branches.push(branch("shared_expert", inner, ["gate_up", "down"], gate));
+        }
+        let router = Router {
+            name: self.name(&format!("{part}.gate")),
+            experts: experts.count,
+            per_token: experts.per_token,
+            normalized: experts.normalized,
+        };
+        Section { branches, post_norm: None, router: Some(router) }
     }
 
     /// An MLP of two layers, with an activation between.
@@ -91,6 +131,7 @@ impl<'a> Parts<'a> {
         Branch {
             norm: self.name(norm),
             kind: Kind::Plain,
+            route: Route::Every,
             stages: [Stage { name: "up", linears: vec![up] }, Stage { name: "down", linears: vec![down] }],
         }
     }
@@ -98,11 +139,13 @@ impl<'a> Parts<'a> {
 
 /// Branches one after the other, each read from what the one before left.
 pub fn in_turn(branches: impl IntoIterator<Item = Branch>) -> BlockSpec {
-    let section = |branch| Section { branches: vec![branch], post_norm: None };
+    let section = |branch| Section { branches: vec![branch], post_norm: None, router: None };
     BlockSpec { sections: branches.into_iter().map(section).collect() }
 }
 
 /// Branches that read the same.
 pub fn side_by_side(branches: impl IntoIterator<Item = Branch>) -> BlockSpec {
-    BlockSpec { sections: vec![Section { branches: branches.into_iter().collect(), post_norm: None }] }
+    BlockSpec {
+        sections: vec![Section { branches: branches.into_iter().collect(), post_norm: None, router: None }],
+    }
 }
