@@ -8,6 +8,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::eval::{Comparison, Continuations};
+use crate::lesson;
 use crate::pipeline::{ModulePlan, ModuleRow};
 
 /// From the page.
@@ -66,6 +67,8 @@ pub enum Request {
     /// Text from the open model or a result. → [`Event::Scoring`] while the model is loaded,
     /// [`Event::Reading`], [`Event::Token`] …, [`Event::Generated`]
     Generate(Generate),
+    /// A question of "How it works". → [`Event::Scoring`] …, [`Event::Lesson`]
+    Lesson(lesson::Ask),
     /// Results and stopped runs in the browser's private storage. → [`Event::Stored`]
     List,
     /// The files of a stored result, as `File` objects beside the event. → [`Event::Files`]
@@ -257,6 +260,7 @@ pub enum Event {
         /// "end", "max_tokens", "context" or "stopped".
         finish: String,
     },
+    Lesson(lesson::Answer),
     Stored {
         items: Vec<StoredItem>,
         quota_bytes: Option<u64>,

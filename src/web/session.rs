@@ -109,6 +109,12 @@ impl Session {
                 self.control.end();
                 generated
             }
+            Request::Lesson(ask) => {
+                self.control.begin();
+                let learnt = self.lesson(id, ask).await;
+                self.control.end();
+                learnt
+            }
             Request::List => shelf::list().await,
             Request::Fetch { name } => match shelf::fetch(&name).await {
                 Ok(files) => return post_files(id, Event::Files { name }, files),
