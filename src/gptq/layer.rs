@@ -55,6 +55,16 @@ impl Prepared {
         self.scheme.needs_inputs() && self.factor.is_none()
     }
 
+    /// `None` for the preset rtn, and when no damping made H positive definite.
+    pub fn factor(&self) -> Option<&Factor> {
+        self.factor.as_ref()
+    }
+
+    /// The largest code.
+    pub fn maxq(&self) -> f32 {
+        self.kind.maxq()
+    }
+
     /// Group of each input column, natural order.
     pub fn g_idx(&self) -> &[u32] {
         &self.g_idx
@@ -76,6 +86,26 @@ pub async fn prepare(
     h: Option<&SymmetricPanels>,
     place: &str,
 ) -> Result<Prepared> {
+    let order = |diagonal: &[f32]| match scheme.desc_act {
+        true => Order::descending(diagonal),
+        false => Order::natural(n),
+    };
+    prepare_in_order(scheme, scale_type, device, n, h, place, order).await
+}
+
+/// [`prepare`] with columns in an order that `order` makes of diag(H), with dead columns set to 1.
+///
+/// # Errors
+/// As [`prepare`].
+pub async fn prepare_in_order(
+    scheme: &Scheme,
+    scale_type: ScaleType,
+    device: &Device,
+    n: usize,
+    h: Option<&SymmetricPanels>,
+    place: &str,
+    order: impl FnOnce(&[f32]) -> Order,
+) -> Result<Prepared> {
     let mut diagonal = match h {
         Some(h) => h.diagonal().await?,
         None => vec![1.0; n],
@@ -91,7 +121,7 @@ pub async fn prepare(
     for (d, _) in diagonal.iter_mut().zip(&dead).filter(|(_, dead)| **dead) {
         *d = 1.0;
     }
-    let order = if scheme.desc_act { Order::descending(&diagonal) } else { Order::natural(n) };
+    let order = order(&diagonal);
     let factor = match h {
         Some(h) if scheme.needs_inputs() => factor(h, &order, &diagonal, scheme.damp_percent).await?,
         _ => None,
@@ -198,6 +228,21 @@ pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<Quant
         dequantized,
         loss,
     })
+}
+
+/// Codes, u8 [rows, n] in natural columns, of `weight` [rows, n] on a grid that is there already, by the
+/// loop of [`quantize_rows`].
+///
+/// # Errors
+/// [`Error::Internal`] without a factor; those of the device.
+pub fn codes_on_grid(prepared: &Prepared, weight: &Tensor, grid: &mut Grid) -> Result<Tensor> {
+    let Some(factor) = prepared.factor.as_ref().filter(|_| !prepared.follows_order) else {
+        return Err(Error::Internal("a grid that is there needs a factor and static groups".into()));
+    };
+    let mut codes = Tensor::zeros(weight.device(), Elem::U8, weight.shape())?;
+    let mut loss = Tensor::zeros(weight.device(), Elem::F32, &[weight.rows()])?;
+    compensate(prepared, factor, &mut gather(weight, &prepared.permuted)?, grid, &mut codes, &mut loss)?;
+    Ok(codes)
 }
 
 /// The GPTQ loop over blocks, from the last positions to the first. Leaves E in `w`.

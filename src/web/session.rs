@@ -7,6 +7,7 @@ use wasm_bindgen::JsCast;
 use web_sys::{Blob, File};
 
 use super::control::Control;
+use super::how::Learning;
 use super::post::{begin, post, post_failure, post_files, scope};
 use super::protocol::{Event, ModelSummary, PlanSummary, Request, Settings};
 use super::voice::Voice;
@@ -51,6 +52,8 @@ pub struct Session {
     pub result: Option<Rc<dyn Source>>,
     /// Models that generate.
     pub voices: Vec<Voice>,
+    /// What lessons are about.
+    pub learning: Option<Learning>,
 }
 
 /// What a run is made from.
@@ -71,6 +74,7 @@ impl Session {
             speeds: [None; 2],
             result: None,
             voices: Vec::new(),
+            learning: None,
         }
     }
 
@@ -148,6 +152,7 @@ impl Session {
         self.model = None;
         self.segments = None;
         self.voices.clear();
+        self.learning = self.learning.take().filter(|learning| !learning.own());
         let (name, source) = match demo {
             true => ("demo".to_owned(), demo::model().await?),
             false => chosen(name, files)?,
