@@ -257,12 +257,8 @@ mod tests {
         let layer = layer("model.layers.0.self_attn.q_proj", 256);
         let ones = vec![1.0; 256];
         for preset in [Preset::Rtn, Preset::Default] {
-            let plain = quantize(
-                &SETTING.scheme(preset).unwrap(),
-                Taken::Natural,
-                &layer.weight,
-                &layer.inputs.hessian,
-            );
+            let scheme = SETTING.scheme(preset).unwrap();
+            let plain = quantize(&scheme, Taken::Natural, &layer.weight, &layer.inputs.hessian);
             let plain = pollster::block_on(plain).unwrap().error;
             let scaled = pollster::block_on(scaled(&SETTING, &layer, &ones, preset, Taken::Natural)).unwrap();
             assert_eq!(plain.f32s().unwrap(), scaled.f32s().unwrap());

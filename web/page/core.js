@@ -13,6 +13,7 @@ const ANSWERS = {
   evaluate: 'score',
   compare: 'compared',
   generate: 'generated',
+  lesson: 'lesson',
   list: 'stored',
   fetch: 'files',
   remove: 'stored',
