@@ -34,7 +34,7 @@ export class Example {
     const explain = element('div', { className: 'explain' },
       text('GPTQ rounds one column of the weight at a time. What rounding changes in the layer’s output, the columns still to come '
         + 'take back, as far as their inputs go together with this one’s. H says how far: it sums up the inputs.'),
-      formula('e = (w', sub('j'), ' − ŵ', sub('j'), ') / U', sub('jj'), ',  w', sub('k'), ' ← w', sub('k'), ' − e · U', sub('jk'),
+      formula('e = w', sub('j'), ' − ŵ', sub('j'), ',  w', sub('k'), ' ← w', sub('k'), ' − e · U', sub('jk'), ' / U', sub('jj'),
         ' for k > j,  where H', sup('−1'), ' = U', sup('T'), 'U'),
       text('Each column’s scale is its largest |w| / 7 when its turn comes; halves are rounded away from zero.'),
       radios('Errors spread by', SPREADS, 'cholesky', (spread) => this.#change({ spread })), this.#why);

@@ -8,7 +8,7 @@ const NAMES = { rtn: 'Round to nearest', gptq: 'GPTQ = Babai’s nearest plane',
 const COLOURS = { rtn: 'var(--quiet)', gptq: 'var(--accent)', closest: 'var(--magenta)' };
 
 export class Plane {
-  #asked = { basis: [[1.15, 0.1], [0.8, 0.75]], target: [1.35, 1.25], clip: null, first: 0, reach: REACH };
+  #asked = { basis: [[1.15, 0.1], [0.8, 0.75]], target: [-1.74, 1.77], clip: null, first: 0, reach: REACH };
   #cells = 'gptq';
   #ends = [-1, 1];
   #ask;
