@@ -1,9 +1,9 @@
 // 5: which values codes stand for.
 
-import { Chart, axis, line, power, powers } from '../page/charts.js';
+import { Chart, axis, line, powers } from '../page/charts.js';
 import { element } from '../page/dom.js';
 import { percent } from '../page/format.js';
-import { LayerChoice, asker, figure, formula, number, radios, select, svg, table, text } from './parts.js';
+import { LayerChoice, asker, figure, formula, number, radios, select, svg, table, text, ticks } from './parts.js';
 
 const NAMES = {
   symmetric: 'symmetric, min–max', asymmetric: 'asymmetric, min–max', searched: 'symmetric, searched, either sign', quantile: 'quantiles (NF4 with 4 bits)', kmeans: 'k-means',
@@ -53,7 +53,7 @@ export class Grids {
         ...line(name, getComputedStyle(document.documentElement).getPropertyValue(COLOURS[name]).trim(), (y) => percent(y, 2), 'y'), points: { show: true, size: 5 }, spanGaps: true,
       }))],
       axes: [axis(colours, { label: more, labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28 }),
-        axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: (_, ticks) => ticks.map(power) })],
+        axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: ticks })],
     });
     this.#byBits = new Chart(bits, series('bits'));
     this.#bySize = new Chart(sizes, series('bits per weight'));

@@ -1,8 +1,8 @@
 // 3: the Hessian, its factor, and damping.
 
-import { Chart, axis, line, power, powers } from '../page/charts.js';
+import { Chart, axis, line, powers } from '../page/charts.js';
 import { element } from '../page/dom.js';
-import { LayerChoice, asker, button, figure, formula, mix, onColours, paint, radios, rgb, select, settings, short, slider, sub, sup, table, text, usual } from './parts.js';
+import { LayerChoice, asker, button, figure, formula, mix, onColours, paint, radios, rgb, select, settings, short, slider, sub, sup, table, text, ticks, usual } from './parts.js';
 
 /** Shades go from this much to 1. */
 const LEAST = 1e-3;
@@ -69,7 +69,7 @@ export class Hessian {
       element('h4', {}, 'What damping does'), settings(this.#setting, ['bits', 'group_size', 'search'], () => this.#damp()),
       element('div', { className: 'pair' }, figure('The smallest pivots', pivots), figure('Loss, of rounding to nearest', losses)), this.#table);
     const columns = (colours, label) => axis(colours, { label, labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28 });
-    const logarithmic = (colours) => axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: (_, ticks) => ticks.map(power) });
+    const logarithmic = (colours) => axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: ticks });
     this.#pivots = new Chart(pivots, (colours) => ({
       scales: { x: { time: false }, y: { distr: 3 } },
       series: [{ label: 'rank' }, line('chosen', colours.accent, short, 'y'), { ...line('1e-6', colours.other, short, 'y'), dash: [4, 3] }, { ...line('1', colours.ink, short, 'y'), dash: [4, 3] }],
@@ -79,7 +79,7 @@ export class Hessian {
       scales: { x: { time: false, distr: 3 } },
       series: [{ label: 'damping', value: (_, x) => (x ? String(x) : '–') }, line('calibration', colours.accent, short, 'y'), line('held-out', colours.other, short, 'y'),
         { label: 'chosen', stroke: colours.ink, paths: () => null, points: { show: true, size: 9, fill: colours.ink }, value: (_, y) => (y ? short(y) : '–') }],
-      axes: [axis(colours, { splits: (plot, _, low, high) => powers(low, high), values: (_, ticks) => ticks.map((x) => power(x)), label: 'damping', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28 }),
+      axes: [axis(colours, { splits: (plot, _, low, high) => powers(low, high), values: ticks, label: 'damping', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28 }),
         axis(colours, { size: 58, values: (_, ticks) => ticks.map(short) })],
     }));
     onColours(() => this.#draw());

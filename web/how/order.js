@@ -1,9 +1,9 @@
 // 2: in which order columns are taken.
 
-import { Chart, axis, fromZero, line, powers, power } from '../page/charts.js';
+import { Chart, axis, fromZero, line, powers } from '../page/charts.js';
 import { element } from '../page/dom.js';
 import { percent } from '../page/format.js';
-import { LayerChoice, asker, figure, formula, settings, short, sub, table, text, usual } from './parts.js';
+import { LayerChoice, asker, figure, formula, settings, short, sub, table, text, ticks, usual } from './parts.js';
 
 const NAMES = { natural: 'natural', descending: 'largest first (act-order)', ascending: 'smallest first' };
 
@@ -39,7 +39,7 @@ export class Order {
       series: [{ label: 'rank' }, line('diag(H)', colours.accent, short, 'y'),
         { ...line('outliers', colours.other, short, 'y'), paths: () => null, points: { show: true, size: 6, fill: colours.other } }],
       axes: [axis(colours, { label: 'columns, largest first', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28 }),
-        axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: (_, ticks) => ticks.map(power) })],
+        axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: ticks })],
     }));
     this.#losses = new Chart(losses, (colours) => ({
       scales: { x: { time: false }, y: { range: fromZero } },

@@ -1,5 +1,6 @@
 // What several lessons use: questions to the worker, fields, the choice of a layer, colours.
 
+import { power } from '../page/charts.js';
 import { element, show } from '../page/dom.js';
 import { count } from '../page/format.js';
 import { guarded } from '../page/message.js';
@@ -234,3 +235,6 @@ export const mix = (from, to, share) => from.map((value, at) => value + (to[at] 
 export const short = (value) => (value === 0 ? '0' : value >= 0.001 && value < 1e5 ? String(+value.toPrecision(4)) : value.toExponential(2));
 /** −0.05 with a true minus. */
 export const signed = (value, digits) => (Object.is(+value.toFixed(digits), -0) ? 0 : value).toFixed(digits).replace('-', '−');
+
+/** Labels of a logarithmic axis; uPlot asks for some that it leaves out, too. */
+export const ticks = (_, values) => values.map((value) => (value === null ? '' : power(value)));
