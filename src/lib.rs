@@ -30,6 +30,8 @@ pub mod pipeline;
 
 pub mod eval;
 
+pub mod lesson;
+
 #[cfg(not(target_arch = "wasm32"))]
 pub mod demo;
 

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::rc::Rc;
+
 use common::gpu;
 use halftone::device::Device;
 use halftone::gptq::exact;
@@ -131,7 +133,7 @@ fn agrees_with_the_original_program(device: &Device) {
         let (mut codes, mut wrong_codes) = (0, 0);
         for golden in goldens() {
             let h = panels(device, &golden.hessian, golden.n);
-            let inputs = Calibration { hessian: h, drift: None, held: None };
+            let inputs = Calibration::from(Rc::new(h));
             let (scheme, n) = (&golden.scheme, golden.n);
             let prepared =
                 prepare(scheme, ScaleType::F32, device, n, Some(inputs), &golden.name).await.unwrap();

@@ -2,6 +2,7 @@
 //!
 //! Every figure is the best of several runs of one process; compare figures of one run only.
 
+use std::rc::Rc;
 use std::time::Instant;
 
 use super::options::{DeviceArgs, JobArgs, SchemeArgs};
@@ -218,7 +219,7 @@ async fn bench_layer(args: LayerArgs) -> Result<()> {
     device.settle().await?;
     step("hessian", since);
     let since = Instant::now();
-    let inputs = Calibration { hessian: h, drift: None, held: None };
+    let inputs = Calibration::from(Rc::new(h));
     let prepared = prepare(&scheme, ScaleType::F16, &device, n, Some(inputs), "bench").await?;
     step("order and factor", since);
     let since = Instant::now();

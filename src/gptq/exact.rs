@@ -181,7 +181,7 @@ fn find_params(scheme: &Scheme, w: &[f64]) -> (f64, f64) {
 }
 
 /// R upper triangular with R·Rᵀ = A: the lower factor of the matrix read from its last corner.
-fn upper_factor(n: usize, a: impl Fn(usize, usize) -> f64) -> Result<Vec<f64>> {
+pub(crate) fn upper_factor(n: usize, a: impl Fn(usize, usize) -> f64) -> Result<Vec<f64>> {
     let mut r = vec![0f64; n * n];
     for j in (0..n).rev() {
         for i in (0..=j).rev() {
@@ -204,7 +204,7 @@ fn upper_factor(n: usize, a: impl Fn(usize, usize) -> f64) -> Result<Vec<f64>> {
 }
 
 /// The inverse of the diagonal square start..end of an upper triangular matrix.
-fn invert_upper(r: &[f64], n: usize, start: usize, end: usize) -> Vec<f64> {
+pub(crate) fn invert_upper(r: &[f64], n: usize, start: usize, end: usize) -> Vec<f64> {
     let size = end - start;
     let at = |i: usize, j: usize| r[(start + i) * n + start + j];
     let mut u = vec![0f64; size * size];

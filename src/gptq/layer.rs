@@ -4,6 +4,8 @@
 //! columns and one factor: [`Prepared`]. Rows of a weight do not influence each other, so a weight
 //! of any size goes through [`quantize_rows`] in pieces.
 
+use std::rc::Rc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::device::Device;
@@ -18,7 +20,7 @@ use crate::gptq::rounding::{Rounded, rounded, swept};
 use crate::gptq::scheme::{Alpha, Scheme};
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::{ZERO_COLUMN, gather};
-use crate::kernels::scales::{Columns, GridKind, ScaleType};
+use crate::kernels::scales::{Columns, Grid, GridKind, ScaleType};
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::tensor::Tensor;
 
@@ -50,17 +52,23 @@ pub struct Prepared {
     pub(super) rtn_group_of: Tensor,
     pub(super) correction: Option<Correction>,
     /// For a refit.
-    pub(super) hessian: Option<SymmetricPanels>,
+    pub(super) hessian: Option<Rc<SymmetricPanels>>,
     pub(super) held: Option<Held>,
 }
 
 /// What the calibration text says about a stage's inputs.
 pub struct Calibration {
     /// (2/tokens)·XᵀX.
-    pub hessian: SymmetricPanels,
+    pub hessian: Rc<SymmetricPanels>,
     /// For a scheme with an [`Alpha`].
     pub drift: Option<Drift>,
     pub held: Option<Held>,
+}
+
+impl From<Rc<SymmetricPanels>> for Calibration {
+    fn from(hessian: Rc<SymmetricPanels>) -> Self {
+        Self { hessian, drift: None, held: None }
+    }
 }
 
 impl Prepared {
@@ -78,6 +86,16 @@ impl Prepared {
     pub(super) fn whole<'a>(&'a self, w: &'a Tensor) -> Columns<'a> {
         let group = self.scheme.group_len(self.n);
         Columns { w, importance: &self.importance, c0: 0, cols: self.n, group, first: 0 }
+    }
+
+    /// `None` for the preset rtn, and when no damping made H positive definite.
+    pub fn factor(&self) -> Option<&Factor> {
+        self.factor.as_ref()
+    }
+
+    /// The largest code.
+    pub fn maxq(&self) -> f32 {
+        self.kind.maxq()
     }
 
     /// Group of each input column, natural order.
@@ -101,6 +119,26 @@ pub async fn prepare(
     inputs: Option<Calibration>,
     place: &str,
 ) -> Result<Prepared> {
+    let order = |diagonal: &[f32]| match scheme.desc_act {
+        true => Order::descending(diagonal),
+        false => Order::natural(n),
+    };
+    prepare_in_order(scheme, scale_type, device, n, inputs, place, order).await
+}
+
+/// [`prepare`] with columns in an order that `order` makes of diag(H), with dead columns set to 1.
+///
+/// # Errors
+/// As [`prepare`].
+pub async fn prepare_in_order(
+    scheme: &Scheme,
+    scale_type: ScaleType,
+    device: &Device,
+    n: usize,
+    inputs: Option<Calibration>,
+    place: &str,
+    order: impl FnOnce(&[f32]) -> Order,
+) -> Result<Prepared> {
     let (h, drift, held) = match inputs {
         Some(inputs) => (Some(inputs.hessian), inputs.drift, inputs.held),
         None => (None, None, None),
@@ -120,7 +158,7 @@ pub async fn prepare(
     for (d, _) in diagonal.iter_mut().zip(&dead).filter(|(_, dead)| **dead) {
         *d = 1.0;
     }
-    let order = if scheme.desc_act { Order::descending(&diagonal) } else { Order::natural(n) };
+    let order = order(&diagonal);
     let factor = match &h {
         Some(h) if scheme.needs_inputs() => factor(h, &order, &diagonal, scheme.damp_percent).await?,
         _ => None,
@@ -312,6 +350,18 @@ pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<Quant
     finished(kept, Some(losses)).await
 }
 
+/// Codes, u8 [rows, n] in natural columns, of `weight` [rows, n] on a grid that is there already, by the
+/// loop of [`quantize_rows`].
+///
+/// # Errors
+/// [`Error::Internal`] without a factor; those of the device.
+pub async fn codes_on_grid(prepared: &Prepared, weight: &Tensor, grid: Grid) -> Result<Tensor> {
+    if prepared.factor.is_none() || prepared.follows_order {
+        return Err(Error::Internal("a grid that is there needs a factor and static groups".into()));
+    }
+    Ok(swept(prepared, weight, Some(grid)).await?.codes)
+}
+
 /// Held-out rows, and what the original weight makes of them.
 struct Judge<'a> {
     held: &'a Held,
@@ -371,7 +421,7 @@ mod tests {
         let mut drift = Drift::zeros(device, N).unwrap();
         drift.accumulate(&original, &seen, scale).unwrap();
         let calibration = Calibration {
-            hessian,
+            hessian: Rc::new(hessian),
             drift: scheme.needs_original().then_some(drift),
             held: Some(Held { seen: tensor(&drifted(held, 6)), original: Some(tensor(held)) }),
         };

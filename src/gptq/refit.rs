@@ -65,6 +65,8 @@ pub async fn refitted(
 
 #[cfg(test)]
 mod tests {
+    use std::rc::Rc;
+
     use super::*;
     use crate::device::Device;
     use crate::gptq::layer::{Calibration, prepare};
@@ -86,7 +88,7 @@ mod tests {
         let weight = noise(rows * n, 3);
         let scheme = Scheme { refit: true, ..Scheme::preset(Preset::Default, 3, Some(group)) };
         pollster::block_on(async {
-            let calibration = Calibration { hessian, drift: None, held: None };
+            let calibration = Calibration::from(Rc::new(hessian));
             let prepared =
                 prepare(&scheme, ScaleType::F16, device, n, Some(calibration), "test").await.unwrap();
             let target = tensor(rows, weight.clone());

@@ -1,6 +1,8 @@
 //! What a stage's inputs leave behind: the sums that its layers are quantized by, and the rows that are
 //! held out of them.
 
+use std::rc::Rc;
+
 use crate::device::Device;
 use crate::error::Result;
 use crate::gptq::drift::Drift;
@@ -55,6 +57,6 @@ impl StageInputs {
 
     pub fn done(self) -> Calibration {
         let held = self.seen.map(|seen| Held { seen, original: self.original });
-        Calibration { hessian: self.hessian, drift: self.drift, held }
+        Calibration { hessian: Rc::new(self.hessian), drift: self.drift, held }
     }
 }

@@ -7,6 +7,7 @@
 mod adapter;
 mod control;
 mod demo;
+mod how;
 mod job;
 mod judge;
 mod post;

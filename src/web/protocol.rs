@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::Format;
 use crate::eval::{Comparison, Continuations, LastWords};
+use crate::lesson;
 use crate::pipeline::{ModulePlan, ModuleRow, Values};
 
 /// From the page.
@@ -77,6 +78,8 @@ pub enum Request {
     /// Text from the open model or a result. → [`Event::Scoring`] while the model is loaded,
     /// [`Event::Reading`], [`Event::Token`] …, [`Event::Generated`]
     Generate(Generate),
+    /// A question of "How it works". → [`Event::Scoring`] …, [`Event::Lesson`]
+    Lesson(lesson::Ask),
     /// Results and stopped runs in the browser's private storage. → [`Event::Stored`]
     List,
     /// The files of a stored result, as `File` objects beside the event. → [`Event::Files`]
@@ -299,6 +302,7 @@ pub enum Event {
         wasm_bytes: u64,
         device_bytes: u64,
     },
+    Lesson(lesson::Answer),
     Stored {
         items: Vec<StoredItem>,
         quota_bytes: Option<u64>,

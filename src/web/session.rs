@@ -7,6 +7,7 @@ use wasm_bindgen::JsCast;
 use web_sys::{Blob, File};
 
 use super::control::Control;
+use super::how::Learning;
 use super::post::{begin, post, post_failed, post_files, scope};
 use super::protocol::{Event, ModelSummary, PlanSummary, Request, Rule, Settings};
 use super::voice::Voice;
@@ -51,6 +52,8 @@ pub struct Session {
     pub result: Option<Rc<dyn Source>>,
     /// Models that generate.
     pub voices: Vec<Voice>,
+    /// What lessons are about.
+    pub learning: Option<Learning>,
 }
 
 /// What a run is made from.
@@ -71,6 +74,7 @@ impl Session {
             speeds: [None; 2],
             result: None,
             voices: Vec::new(),
+            learning: None,
         }
     }
 
@@ -122,6 +126,12 @@ impl Session {
                 self.control.end();
                 generated
             }
+            Request::Lesson(ask) => {
+                self.control.begin();
+                let learnt = self.lesson(id, ask).await;
+                self.control.end();
+                learnt
+            }
             Request::List => shelf::list().await,
             Request::Fetch { name } => match shelf::fetch(&name).await {
                 Ok(files) => return post_files(id, Event::Files { name }, files),
@@ -155,6 +165,7 @@ impl Session {
         self.model = None;
         self.segments = None;
         self.voices.clear();
+        self.learning = self.learning.take().filter(|learning| !learning.own());
         let (name, source) = match demo {
             true => ("demo".to_owned(), demo::model().await?),
             false => chosen(name, files)?,

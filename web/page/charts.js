@@ -283,3 +283,6 @@ const line = (label, stroke, value, scale) => ({
   points: { show: false },
   value: (_, y) => (y === null || y === undefined ? '–' : value(y)),
 });
+
+// For the charts of web/how too.
+export { Chart, axis, dots, fromZero, line, power, powers };

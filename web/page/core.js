@@ -14,6 +14,7 @@ const ANSWERS = {
   compare: 'compared',
   last_words: 'last_words',
   generate: 'generated',
+  lesson: 'lesson',
   list: 'stored',
   fetch: 'files',
   remove: 'stored',

@@ -353,6 +353,22 @@ function forgetResume() {
 
 byId('forget-resume').onclick = forgetResume;
 
+// "How it works" is another view, by the address's hash; what it takes is loaded when it is first asked for.
+
+let lessons = null;
+
+async function showLessons() {
+  const on = location.hash.startsWith('#how');
+  document.body.classList.toggle('learning', on);
+  byId('how').hidden = byId('to-work').hidden = !on;
+  byId('to-how').hidden = on;
+  if (!on) return;
+  lessons ??= import('../how/how.js').then(({ Lessons }) => new Lessons(core, byId('how'), () => state.model));
+  (await lessons).show(location.hash);
+}
+
+addEventListener('hashchange', () => guarded(showLessons));
+
 watchModel();
 watchSettings();
 watchRun();
@@ -366,4 +382,5 @@ guarded(async () => {
   device.render(state.ready);
   byId('setup').hidden = false;
   await list();
+  await showLessons();
 });
