@@ -8,7 +8,7 @@ import { LayerChoice, asker, figure, formula, number, radios, select, svg, table
 const NAMES = {
   symmetric: 'symmetric, min–max', asymmetric: 'asymmetric, min–max', searched: 'symmetric, searched, either sign', quantile: 'quantiles (NF4 with 4 bits)', kmeans: 'k-means',
 };
-const COLOURS = { symmetric: '--ink', asymmetric: '--quiet', searched: '--accent', quantile: '--yellow', kmeans: '--magenta' };
+const COLOURS = { symmetric: '--ink', asymmetric: '--quiet', searched: '--accent', quantile: '--ochre', kmeans: '--magenta' };
 const BINS = 40;
 
 export class Grids {

@@ -24,7 +24,7 @@ export class Scaling {
         + 'but what rounding does. How much is searched, one number α for the layer.'),
       formula('ŵ = round(w · s) / s,  s', sub('j'), ' = (mean |x', sub('j'), '|)', element('sup', {}, 'α')),
       text('The comparison is fair where both have the same bits, groups, kind of scales and text. GPTQ usually loses less on the text that it was calibrated with; AWQ fits one number only, so it '
-        + 'cannot overfit: with few tokens, or for other text, it comes closer or wins. Both go together.'),
+        + 'cannot overfit: with few tokens, or for other text, it comes closer. Both can be put together.'),
       text('AWQ’s search for clipping is left out here; with “searched” scales all methods clip.'));
     const right = element('div');
     host.append(element('div', { className: 'two' }, explain, right));
