@@ -174,7 +174,7 @@ test('lessons on a layer of the demo model', LONG, async () => {
   assert.ok(number(grids[2][2]) < number(grids[0][2]), 'the search is better than min-max');
   assert.equal(await page.locator('#lesson-grids .tick').count() > 60, true);
   const group = await page.locator('#grids-figures').textContent();
-  await page.locator('#lesson-grids').getByLabel('Row').focus();
+  await page.locator('#lesson-grids').getByLabel('Row', { exact: true }).focus();
   await page.keyboard.press('ArrowUp');
   await changed(page, '#grids-figures', group);
 
@@ -182,13 +182,13 @@ test('lessons on a layer of the demo model', LONG, async () => {
   await page.locator('#prints canvas').nth(3).waitFor(LONG);
   await page.locator('#lesson-diffusion').getByText('After 32 of 256 columns').waitFor(LONG);
   const picture = await ink(page, '.nudges >> nth=0');
-  await page.getByLabel('Columns done').focus();
+  await page.getByRole('slider', { name: 'Columns done' }).focus();
   await page.keyboard.press('ArrowRight');
   await page.getByText('After 33 of 256 columns').waitFor(LONG);
   assert.notEqual(await ink(page, '.nudges >> nth=0'), picture);
   await page.getByRole('button', { name: 'Play' }).press('Enter');
-  await page.getByText('After 40 of 256 columns').waitFor(LONG);
-  await page.getByRole('button', { name: 'Stop' }).press('Enter');
+  await page.getByText('After 96 of 256 columns').waitFor(LONG);
+  await page.getByRole('button', { name: 'Play' }).waitFor(LONG);
   const seen = (await page.locator('#prints p').allTextContents()).slice(1).map((text) => Number(text.match(/([\d.]+) to the eye/)[1]));
   assert.ok(seen[2] < seen[1] && seen[1] < seen[0] / 5, `GPTQ is a good printer: ${seen}`);
 

@@ -79,7 +79,8 @@ export class Grids {
     const { weights, kinds, bits, measured } = this.#answer;
     const all = [...weights, ...kinds.flatMap(({ levels }) => levels)];
     const [low, high] = [Math.min(...all), Math.max(...all)];
-    const width = 400;
+    // A unit is a pixel, so that words are as large as elsewhere.
+    const width = Math.min(this.#picture.clientWidth || 400, 576);
     const x = (value) => 8 + (value - low) / (high - low || 1) * (width - 16);
     const counts = new Array(BINS).fill(0);
     const bin = (value) => Math.min(Math.floor((value - low) / (high - low || 1) * BINS), BINS - 1);
