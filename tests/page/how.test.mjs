@@ -204,6 +204,29 @@ test('lessons on a layer of the demo model', LONG, async () => {
   await page.context().close();
 });
 
+test('a layer of the model that is open, by its address', LONG, async () => {
+  const page = await browser.page();
+  await page.click('#choose-demo');
+  await page.locator('#settings:not([hidden])').waitFor(LONG);
+  const lesson = await open(page, 'order');
+  await page.locator('#order-figures tbody tr').first().waitFor(LONG);
+  const before = await page.locator('#order-figures').textContent();
+  await lesson.getByLabel('Model').selectOption('true');
+  await lesson.getByLabel('Layer').selectOption('model.layers.1.mlp.down_proj');
+  await lesson.getByLabel('Calibrated with').selectOption('256');
+  await changed(page, '#order-figures', before);
+  await lesson.getByText('256 tokens of the built-in').waitFor(LONG);
+  await settled(page, 'order');
+  assert.equal(await page.locator('#message:not([hidden])').count(), 0, await page.locator('#message-text').textContent());
+
+  // The address leads to the same lesson when the page is loaded anew, by then without that model.
+  await page.reload();
+  await page.locator('#order-figures tbody tr').first().waitFor(LONG);
+  assert.equal(await page.locator('#lesson-order').getByLabel('Model').inputValue(), 'false');
+  assert.deepEqual(page.complaints, []);
+  await page.context().close();
+});
+
 const LESSONS = ['example', 'order', 'hessian', 'plane', 'grids', 'diffusion', 'scaling'];
 const LAYOUTS = [
   ['light', {}], ['narrow', { viewport: { width: 360, height: 800 }, hasTouch: true }], ['dark', { colorScheme: 'dark' }],
