@@ -250,8 +250,8 @@ pub fn kmeans(w: &[f32], importance: &[f32], k: usize) -> Vec<f32> {
                 continue;
             }
             let middle = (from + to) / 2;
-            for split in first..=last.min(middle - 1) {
-                let sum = cost[split] + run(split, middle);
+            for (split, before) in cost.iter().enumerate().take(last.min(middle - 1) + 1).skip(first) {
+                let sum = before + run(split, middle);
                 if sum < next[middle] {
                     (next[middle], begin[middle]) = (sum, split);
                 }

@@ -91,7 +91,7 @@ impl Plane {
         let [b0, b1] = self.basis;
         let numbers = [b0, b1, self.target].concat();
         let det = b0[0] * b1[1] - b0[1] * b1[0];
-        if numbers.iter().any(|x| !(x.abs() <= 1e3)) || !(0.0..=1e3).contains(&self.reach) || self.first > 1 {
+        if !numbers.iter().all(|x| x.abs() <= 1e3) || !(0.0..=1e3).contains(&self.reach) || self.first > 1 {
             return Err(Error::options("a number is missing or too large", "Use numbers up to 1000"));
         }
         if det.abs() < 0.05 * dot(b0, b0).sqrt().max(dot(b1, b1).sqrt()) || det.abs() < 1e-3 {

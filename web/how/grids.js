@@ -8,7 +8,7 @@ import { LayerChoice, asker, figure, formula, number, radios, select, svg, table
 const NAMES = {
   symmetric: 'symmetric, min–max', asymmetric: 'asymmetric, min–max', searched: 'symmetric, searched, either sign', quantile: 'quantiles (NF4 with 4 bits)', kmeans: 'k-means',
 };
-const COLOURS = { symmetric: '--ink', asymmetric: '--quiet', searched: '--accent', quantile: '--yellow', kmeans: '--magenta' };
+const COLOURS = { symmetric: '--ink', asymmetric: '--quiet', searched: '--accent', quantile: '--ochre', kmeans: '--magenta' };
 const BINS = 40;
 
 export class Grids {
@@ -79,7 +79,8 @@ export class Grids {
     const { weights, kinds, bits, measured } = this.#answer;
     const all = [...weights, ...kinds.flatMap(({ levels }) => levels)];
     const [low, high] = [Math.min(...all), Math.max(...all)];
-    const width = 400;
+    // A unit is a pixel, so that words are as large as elsewhere.
+    const width = Math.min(this.#picture.clientWidth || 400, 576);
     const x = (value) => 8 + (value - low) / (high - low || 1) * (width - 16);
     const counts = new Array(BINS).fill(0);
     const bin = (value) => Math.min(Math.floor((value - low) / (high - low || 1) * BINS), BINS - 1);

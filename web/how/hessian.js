@@ -5,7 +5,7 @@ import { element } from '../page/dom.js';
 import { LayerChoice, asker, button, figure, formula, mix, onColours, paint, radios, rgb, select, settings, short, slider, sub, sup, table, text, ticks, usual } from './parts.js';
 
 /** Shades go from this much to 1. */
-const LEAST = 1e-3;
+const LEAST = 1e-2;
 const DAMPINGS = [1e-6, 1e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.3, 1];
 
 export class Hessian {
@@ -28,8 +28,8 @@ export class Hessian {
   constructor(shared, host) {
     this.#shared = shared;
     const explain = element('div', { className: 'explain' },
-      text('H sums up which inputs of the layer go together. Where two columns’ inputs rise and fall alike, one can make up for the other’s rounding error: those are the bright cells '
-        + 'off the diagonal.'),
+      text('H sums up which inputs of the layer go together. Where two columns’ inputs rise and fall alike, one can make up for the other’s rounding error: those are the strongest '
+        + 'cells off the diagonal.'),
       formula('H = (2/tokens) · X', sup('T'), 'X,  shown: |H', sub('ij'), '| / √(H', sub('ii'), ' H', sub('jj'), ')'),
       text('Its factor R tells what GPTQ needs. The square of a pivot, R', sub('jj'), '², is what is left of column j’s inputs once the columns taken after it have told what they can. Its row '
         + 'holds with which of those it goes together.'),

@@ -18,10 +18,10 @@ export class Lessons {
   #body;
   #made = new Map();
 
-  /** @param model gives the model that is open in the page, or `null` */
-  constructor(core, host, model) {
+  /** @param page `model()` is the model that is open in the page, or `null`; `running()`: a run is under way */
+  constructor(core, host, page) {
     document.head.append(element('link', { rel: 'stylesheet', href: new URL('how.css', import.meta.url) }));
-    this.#shared = { core, model, place: { own: false, tokens: 1024, module: 'model.layers.0.self_attn.q_proj' } };
+    this.#shared = { core, ...page, place: { own: false, tokens: 1024, module: 'model.layers.0.self_attn.q_proj' } };
     this.#body = element('div', { className: 'lesson-body' });
     const links = LESSONS.map(([id, title], at) => element('li', {}, element('a', { href: `#how/${id}`, id: `how-to-${id}` }, `${at + 1} ${title}`)));
     const nav = element('nav', {}, element('ol', {}, ...links));

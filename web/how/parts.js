@@ -9,7 +9,7 @@ import { guarded } from '../page/message.js';
  * A function that asks the worker and passes the answer on. While an answer is awaited only the newest
  * question is kept: a slider asks faster than a layer is quantized.
  */
-export function asker({ core }, host) {
+export function asker({ core, running }, host) {
   const status = element('p', { className: 'quiet working', hidden: true });
   status.setAttribute('role', 'status');
   host.append(status);
@@ -27,7 +27,7 @@ export function asker({ core }, host) {
       const { request, answered } = next;
       next = null;
       // A short answer should not flicker.
-      const late = setTimeout(() => show(status, 'Working …'), 150);
+      const late = setTimeout(() => show(status, running() ? 'This waits for the run that is under way …' : 'Working …'), 150);
       const done = await guarded(async () => {
         const answer = await core.ask({ type: 'lesson', ...request }, { hear });
         if (!next) answered(answer);

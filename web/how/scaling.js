@@ -24,7 +24,7 @@ export class Scaling {
         + 'but what rounding does. How much is searched, one number α for the layer.'),
       formula('ŵ = round(w · s) / s,  s', sub('j'), ' = (mean |x', sub('j'), '|)', element('sup', {}, 'α')),
       text('The comparison is fair where both have the same bits, groups, kind of scales and text. GPTQ usually loses less on the text that it was calibrated with; AWQ fits one number only, so it '
-        + 'cannot overfit: with few tokens, or for other text, it comes closer or wins. Both go together.'),
+        + 'cannot overfit: with few tokens, or for other text, it comes closer. Both can be put together.'),
       text('AWQ’s search for clipping is left out here; with “searched” scales all methods clip.'));
     const right = element('div');
     host.append(element('div', { className: 'two' }, explain, right));
@@ -62,7 +62,7 @@ export class Scaling {
     const [rtn, , gptq] = methods;
     const [least, heldLeast] = ['loss', 'held_loss'].map((name) => Math.min(...methods.map((method) => method[name])));
     const star = (value, best) => `${value === best ? '★ ' : ''}${short(value)}`;
-    const made = table(`${this.#bits} bits, ${rows} rows: loss tr(E·H·Eᵀ)`, ['method', `calibration, ${tokens} tokens`, 'of rounding', `held-out, ${held_tokens} tokens`, 'of rounding'],
+    const made = table(`${this.#bits} bits, ${rows} rows: loss tr(E·H·Eᵀ) on ${tokens} tokens of calibration, on ${held_tokens} held out`, ['method', 'calibrated', 'of rounding', 'held-out', 'of rounding'],
       methods.map(({ name, loss, held_loss }) => ({
         cells: [name === 'awq' ? `AWQ, α = ${alpha}` : NAMES[name], star(loss, least), (loss / rtn.loss).toFixed(3), star(held_loss, heldLeast), (held_loss / rtn.held_loss).toFixed(3)], mark: loss === least,
       })));

@@ -363,7 +363,7 @@ async function showLessons() {
   byId('how').hidden = byId('to-work').hidden = !on;
   byId('to-how').hidden = on;
   if (!on) return;
-  lessons ??= import('../how/how.js').then(({ Lessons }) => new Lessons(core, byId('how'), () => state.model));
+  lessons ??= import('../how/how.js').then(({ Lessons }) => new Lessons(core, byId('how'), { model: () => state.model, running: () => running }));
   (await lessons).show(location.hash);
 }
 
