@@ -279,6 +279,7 @@ async function rule(page, choices) {
 test('another format, and layers that differ: the bytes of the command line', LONG, async (t) => {
   const page = await browser.page();
   await page.click('#choose-demo');
+  await page.locator('#settings:not([hidden])').waitFor(LONG);
   await page.locator('#more').evaluate((more) => { more.open = true; });
   assert.ok(await page.isDisabled('[name=lm_head]'));
   assert.match(await page.locator('#head-hint').textContent(), /head is its embedding table/);
@@ -290,8 +291,8 @@ test('another format, and layers that differ: the bytes of the command line', LO
   await page.getByText('4 layers stay in 16 bits').waitFor(LONG);
   await page.locator('#quantize:enabled').waitFor(LONG);
   const rows = await page.locator('#plan-body table').first().locator('tbody tr').allTextContents();
-  assert.ok(rows.some((row) => /^mlp\.down_proj ×6.*832fitted/.test(row)), rows.join('; '));
-  assert.ok(rows.some((row) => /^self_attn\.q_proj ×5.*464middle/.test(row)), rows.join('; '));
+  assert.ok(rows.some((row) => /^mlp\.down_proj ×6.*832asym/.test(row)), rows.join('; '));
+  assert.ok(rows.some((row) => /^self_attn\.q_proj ×5.*464sym/.test(row)), rows.join('; '));
 
   // What is wrong with a line is said there, before any work.
   const wrong = page.locator('#rule-list li').nth(2).locator('.wrong');
@@ -309,6 +310,8 @@ test('another format, and layers that differ: the bytes of the command line', LO
   await page.locator('#rule-list li').nth(2).getByText('Remove').click();
   await page.locator('#quantize:enabled').waitFor(LONG);
   assert.equal(await page.locator('.wrong:not([hidden])').count(), 0);
+  const table = page.locator('#plan-body .scroll').first();
+  assert.ok(await table.evaluate((box) => box.scrollWidth <= box.clientWidth), 'the plan is seen whole');
   await shot(page, 'rules');
 
   await page.click('#quantize');

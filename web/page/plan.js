@@ -104,10 +104,10 @@ function table(rows) {
     element('td', {}, `${row.input} → ${row.output}`),
     element('td', {}, String(row.bits)),
     element('td', {}, group(row.group)),
-    element('td', {}, row.sym ? 'middle' : 'fitted'),
+    element('td', {}, row.sym ? 'sym' : 'asym'),
     element('td', {}, `${bytes(row.dense_bytes)} → ${bytes(row.quantized_bytes)}`)));
   return element('table', {},
     element('thead', {}, element('tr', {},
-      head('layer', 'text'), head('in → out'), head('bits'), head('group'), head('zero point'), head('size'))),
+      head('layer', 'text'), head('in → out'), head('bits'), head('group'), head('grid'), head('size'))),
     element('tbody', {}, ...body));
 }
