@@ -222,6 +222,65 @@ fn tokens_of_experts_are_counted_and_starved_ones_take_those_of_the_layer() {
     assert!(said > 0, "{:?}", report.warnings);
 }
 
+/// A model of text and pictures: its text's configuration and tensors lie deeper, and there are others.
+#[test]
+fn the_text_of_a_model_with_pictures_is_quantized_and_the_rest_left_alone() {
+    let mut job = Job::new("gemma3", default4());
+    let (plain, _) = job.run();
+    let text: Value = serde_json::from_slice(&job.files["config.json"]).unwrap();
+    let config = serde_json::json!({ "model_type": "gemma3", "text_config": text, "vision_config": {} });
+    let model = job.files["model.safetensors"].clone();
+    let tensors = safetensors::SafeTensors::deserialize(&model).unwrap();
+    let pixels: Vec<u8> = (0..64 * 48 * 2).map(|i| (i % 97) as u8).collect();
+    let vision = "model.vision_tower.layers.0.fc1";
+    for prefix in ["model.language_model.", "language_model.model."] {
+        let view =
+            safetensors::tensor::TensorView::new(safetensors::Dtype::BF16, vec![64, 48], &pixels).unwrap();
+        let mut views = vec![(format!("{vision}.weight"), view)];
+        for (name, view) in tensors.tensors() {
+            views.push((name.replace("model.", prefix), view));
+        }
+        let weights = safetensors::serialize(views, None).unwrap();
+        job.files =
+            [("config.json".into(), config.to_string().into_bytes()), ("model.safetensors".into(), weights)]
+                .into();
+        job.output.format = halftone::checkpoint::Format::Gptq;
+        let (files, _) = job.run();
+        let (quantized, plain) = (open(&files), open(&plain));
+        let module = |prefix: &str| format!("{prefix}layers.3.mlp.down_proj");
+        let (got, want) = (layer(&quantized, &module(prefix)), layer(&plain, &module("model.")));
+        assert_eq!((got.codes, got.scales), (want.codes, want.scales));
+        let copied = block_on(quantized.checkpoint.read(&format!("{vision}.weight"))).unwrap();
+        assert!(copied == pixels);
+        let (rows, _) = expected("gemma3");
+        assert_eq!(logits(&quantized, &rows), logits(&plain, &rows));
+
+        job.output.format = halftone::checkpoint::Format::CompressedTensors;
+        let quant = json(&job.run().0, "config.json")["quantization_config"].clone();
+        let ignored: Vec<&str> =
+            quant["ignore"].as_array().unwrap().iter().map(|x| x.as_str().unwrap()).collect();
+        assert!(ignored.contains(&vision), "{ignored:?}");
+    }
+}
+
+#[test]
+fn routers_are_left_alone_by_name_and_heads_of_another_name_cannot_be_quantized() {
+    let mut job = Job::new("qwen2_moe", default4());
+    job.output.format = halftone::checkpoint::Format::CompressedTensors;
+    let quant = json(&job.run().0, "config.json")["quantization_config"].clone();
+    let ignored = quant["ignore"].to_string();
+    for name in ["model.layers.0.mlp.gate", "model.layers.2.mlp.shared_expert_gate", "lm_head"] {
+        assert!(ignored.contains(&format!("\"{name}\"")), "{ignored}");
+    }
+    assert!(!ignored.contains("embed_tokens") && !ignored.contains("experts."), "{ignored}");
+    let mut job = Job::new("gpt_neox", default4());
+    job.output.lm_head = true;
+    assert_says(&job.refusal(), 3, &["embed_out", "--quantize-lm-head"]);
+    let mut job = Job::new("gpt2", default4());
+    job.output.format = halftone::checkpoint::Format::CompressedTensors;
+    assert_says(&job.refusal(), 3, &["Conv1D", "--format gptq"]);
+}
+
 #[test]
 fn a_mixture_goes_on_where_it_was_stopped() {
     let mut job = Job::new("qwen2_moe", default4());
@@ -389,7 +448,7 @@ fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
             cells[..7].join(","),
             format!("{},{},{},{},4,32,640", row.layer, row.module, row.input, row.output)
         );
-        assert_eq!(cells[9].parse::<f64>().unwrap(), row.gptq_loss.unwrap());
+        assert_eq!(cells[10].parse::<f64>().unwrap(), row.gptq_loss.unwrap());
     }
 }
 

@@ -192,7 +192,7 @@ impl ModelConfig {
         if share != 1.0 && defaults.rotary_share.is_none() {
             return Err(partial_rotary());
         }
-        if rotary_dim == 0 || rotary_dim > head_dim || rotary_dim % 2 != 0 {
+        if rotary_dim == 0 || rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) {
             return Err(wrong(
                 "partial_rotary_factor",
                 format!("{share} of heads of {head_dim} is not a whole number of pairs"),

@@ -7,7 +7,7 @@ use serde::Serialize;
 
 use super::select::{Output, assign};
 use super::stream::MOST_HELD;
-use crate::checkpoint::config::{QuantConfig, Scheme as StoredScheme};
+use crate::checkpoint::config::{LM_HEAD, QuantConfig, Scheme as StoredScheme};
 use crate::checkpoint::{DType, Format, Layout, StoredLayer, TensorSpec};
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -128,6 +128,8 @@ pub struct Plan {
     pub modules: Vec<ModulePlan>,
     /// Those that stay in 16 bits as asked.
     pub skipped: Vec<String>,
+    /// Other matrices, that no scheme is for: routers, and what a model has beside its text.
+    pub left: Vec<String>,
     pub layout: Layout,
     pub memory: Memory,
     /// Tokens of a micro-batch.
@@ -192,6 +194,15 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             format!("Leave out {}", face::QUANTIZE_LM_HEAD),
         ));
     }
+    if output.lm_head && config.names.head != LM_HEAD {
+        return Err(Error::unsupported(
+            format!(
+                "the head of this model is called {}; loaders quantize none but {LM_HEAD}",
+                config.names.head
+            ),
+            format!("Leave out {}", face::QUANTIZE_LM_HEAD),
+        ));
+    }
     let stages = all_stages(&config, output);
     let specs = specs_of(&stages);
     check_extras(stored, &specs)?;
@@ -238,6 +249,20 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     }
     let layout = layout(stored, &config, options, &specs, &assigned)?;
 
+    let ends = [Some(&config.names.embedding), config.names.positions.as_ref(), Some(&config.names.head)];
+    let left = stored
+        .checkpoint
+        .tensors()
+        .iter()
+        .filter(|tensor| tensor.shape.len() == 2)
+        .filter_map(|tensor| tensor.name.strip_suffix(".weight"))
+        .filter(|name| !assigned.contains_key(*name))
+        .filter(|name| {
+            *name != LM_HEAD && (!ends.iter().flatten().any(|end| *end == name) || *name == config.names.head)
+        })
+        .map(str::to_owned)
+        .collect();
+
     let mut plan = Plan {
         memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, original: 0, working: 0 },
         flops: flops(&config, options, &stages, &assigned),
@@ -253,6 +278,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         config,
         modules,
         skipped,
+        left,
         layout,
     };
     fit_memory(&mut plan, options, device)?;
@@ -355,6 +381,14 @@ fn check_tensors(stored: &Stored, config: &ModelConfig) -> Result<()> {
                 ));
             }
             None => {
+                let fused =
+                    name.split_once(".experts.").map(|(before, _)| format!("{before}.experts.gate_up_proj"));
+                if let Some(fused) = fused.filter(|name| stored.checkpoint.info(name).is_some()) {
+                    return Err(Error::unsupported(
+                        format!("{fused} holds all experts of a layer in one tensor"),
+                        "Save the model with Transformers 5, which writes each expert for itself",
+                    ));
+                }
                 return Err(Error::model(
                     place(),
                     format!("tensor {name} is missing"),
@@ -617,13 +651,13 @@ const ROUNDING_FLOPS: f64 = 500.0;
 fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result<()> {
     let config = &plan.config;
     let (tokens, hidden) = (options.tokens, config.hidden_size);
-    let experts = config.experts.as_ref();
-    let inner = [
-        config.intermediate_size,
-        experts.map_or(0, |experts| experts.intermediate_size),
-        experts.and_then(|experts| experts.shared_size).unwrap_or(0),
-    ];
-    let inner = inner.into_iter().max().unwrap_or(0);
+    let inner = (0..config.layers)
+        .flat_map(|layer| stages(config, layer))
+        .filter(|stage| stage.name.ends_with("down"))
+        .flat_map(|stage| stage.linears)
+        .map(|spec| spec.in_features)
+        .max()
+        .unwrap_or(0);
     let width = config.heads * config.head_dim;
     let calibrated = options.scheme.needs_inputs();
     let bytes = |count: usize| 4 * count as u64;
@@ -754,6 +788,10 @@ impl Plan {
         for (_, _, spec) in specs_of(&all_stages(&self.config, &self.output)) {
             let Some((module, assigned)) = self.assigned.get_key_value(&spec.module) else { continue };
             modules.push((module, assigned.as_ref().map(|assigned| settled(&assigned.scheme))));
+        }
+        // Loaders of this format take every linear layer for quantized that is not named.
+        if format == Format::CompressedTensors {
+            modules.extend(self.left.iter().map(|name| (name.as_str(), None)));
         }
         let mut quant = QuantConfig::of_modules(format, settled(&self.scheme), &modules)?;
         quant.damp_percent = Some(self.scheme.damp_percent);
