@@ -359,7 +359,7 @@ pub struct PlanSummary {
     /// Modules that stay in 16 bits as asked.
     pub skipped: Vec<String>,
     /// Files of weights.
-    pub files: usize,
+    pub weight_files: usize,
     pub memory_bytes: u64,
     /// The parts of it, by name.
     pub memory: std::collections::BTreeMap<String, u64>,

@@ -329,7 +329,7 @@ impl Session {
             output_bytes: plan.layout.file_bytes(),
             tokens: plan.tokens,
             free_bytes: if private { shelf::free_bytes().await } else { None },
-            files: plan.layout.shards().len(),
+            weight_files: plan.layout.shards().len(),
             warnings: plan.warnings,
             modules: plan.modules,
             skipped: plan.skipped,
