@@ -10,7 +10,7 @@ use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
 use halftone::error::Error;
 use halftone::eval::perplexity;
-use halftone::gptq::scheme::{Preset, Scheme};
+use halftone::gptq::scheme::{Alpha, Preset, Scheme};
 use halftone::model::arch::stages;
 use halftone::model::{Block, Embedding, Flow, LinearSpec, Stored, Weights};
 use halftone::pipeline::events::Silent;
@@ -80,6 +80,38 @@ fn quantizes_every_family(device: &Device) {
 #[test]
 fn every_family_is_quantized_and_its_behaviour_survives() {
     quantizes_every_family(&Device::Cpu);
+}
+
+/// With the original model's activations beside the quantized one's, and scales refitted.
+fn corrected4() -> Scheme {
+    Scheme { alpha: Alpha::Measured, refit: true, ..default4() }
+}
+
+#[test]
+fn a_corrected_run_keeps_what_held_out_rows_prefer() {
+    for (name, experts) in [("llama", false), ("gpt_neox", false), ("qwen2_moe", true)] {
+        let (files, report) = Job::new(name, corrected4()).run();
+        let (mut corrected, mut judged) = (0, 0);
+        for row in &report.modules {
+            // One of the 16 rows is held out.
+            assert_eq!(row.tokens == 600, row.routed.is_none() || row.tokens == 600, "{name}: {row:?}");
+            let Some(held) = row.held else {
+                assert!(row.routed.is_some(), "{name}: {row:?}");
+                continue;
+            };
+            judged += 1;
+            assert!(held.kept <= held.plain && held.kept <= held.rtn && held.kept > 0.0, "{name}: {row:?}");
+            assert!((0.0..=1.0).contains(&held.alpha));
+            // The original may send a token to another expert.
+            assert!(row.routed.is_none() || held.alpha == 0.0);
+            corrected += usize::from(held.alpha > 0.0);
+        }
+        assert!(corrected > 3, "{name}: {corrected} of {judged}");
+        assert_eq!(report.modules.iter().any(|row| row.routed.is_some()), experts);
+        let (rows, golden) = expected(name);
+        let moved = distance(&logits(&open(&files), &rows), &golden);
+        assert!(moved > 0.001 && moved < 0.2, "{name}: logits moved by {moved}");
+    }
 }
 
 #[test]
@@ -439,7 +471,10 @@ fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
 
     let log = String::from_utf8(files["quant_log.csv"].clone()).unwrap();
     let lines: Vec<&str> = log.lines().collect();
-    assert_eq!(lines[0], "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,seconds");
+    assert_eq!(
+        lines[0],
+        "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,held_rtn,held_plain,held_kept,kept,seconds"
+    );
     assert_eq!(lines.len(), 22);
     for (line, row) in lines[1..].iter().zip(&report.modules) {
         let cells: Vec<&str> = line.split(',').collect();
@@ -510,6 +545,7 @@ fn stop_everywhere(mut job: Job, step: usize) {
 #[test]
 fn a_run_stopped_anywhere_goes_on_to_the_same_bytes() {
     stop_everywhere(Job::new("llama", default4()), 1);
+    stop_everywhere(Job::new("qwen3", corrected4()), 7);
     let ordered = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) };
     stop_everywhere(Job::new("qwen2", ordered), 3);
     stop_everywhere(Job::new("llama_tied_rope3", Scheme::preset(Preset::Rtn, 3, Some(32))), 2);
