@@ -389,6 +389,7 @@ fn output(settings: &Settings) -> Output {
     let skip = |rule: &Rule| rule.values.is_none().then(|| rule.pattern.clone());
     let differs = |rule: &Rule| rule.values.map(|values| Override { pattern: rule.pattern.clone(), values });
     Output {
+        all_experts: false,
         format: settings.format,
         overrides: rules.clone().filter_map(differs).collect(),
         skip: rules.filter_map(skip).collect(),
