@@ -145,7 +145,9 @@ test('lessons on a layer of the demo model', LONG, async () => {
   const orders = await figures(page, 'order-figures');
   assert.deepEqual(orders.map(([name]) => name), ['natural', 'largest first (act-order)', 'smallest first', 'round to nearest']);
   assert.ok(number(orders[1][1]) < number(orders[2][1]) && orders.slice(0, 3).every((row) => number(row[1]) < number(orders[3][1])), orders.join(' | '));
-  assert.ok(await page.locator('#lesson-order .uplot').count() === 2);
+  // A chart is made a frame after its numbers are there.
+  await page.locator('#lesson-order .uplot').nth(1).waitFor(LONG);
+  assert.equal(await page.locator('#lesson-order .uplot').count(), 2);
   const before = await page.locator('#order-figures').textContent();
   await page.locator('#lesson-order').getByLabel('Bits').focus();
   await page.keyboard.press('ArrowDown');
@@ -172,7 +174,7 @@ test('lessons on a layer of the demo model', LONG, async () => {
   const grids = await figures(page, 'grids-figures');
   assert.equal(grids.length, 5);
   assert.ok(number(grids[2][2]) < number(grids[0][2]), 'the search is better than min-max');
-  assert.equal(await page.locator('#lesson-grids .tick').count() > 60, true);
+  await page.locator('#lesson-grids .tick').nth(60).waitFor({ state: 'attached', ...LONG });
   const group = await page.locator('#grids-figures').textContent();
   await page.locator('#lesson-grids').getByLabel('Row', { exact: true }).focus();
   await page.keyboard.press('ArrowUp');
