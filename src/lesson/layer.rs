@@ -1,6 +1,6 @@
 //! A layer of a model and what its inputs are like: where the lessons on real layers get their numbers.
 //!
-//! The Hessian is that of the run's own steps (`pipeline/run.rs`): the calibration text goes through the blocks
+//! The Hessian is that of the run's own steps (`pipeline/block.rs`): the calibration text goes through the blocks
 //! before, the inputs of the layer's stage are summed up as (2/tokens)·XᵀX. But all weights are the original
 //! ones, and tokens are few. Text that was not used for it, the evaluation text, makes a second Hessian: it
 //! tells what a method's error is on text that it was not fitted to. Everything happens on the CPU device.
@@ -11,12 +11,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernels::columns::gather;
+use crate::kernels::columns::copy;
 use crate::kernels::symmetric::{PANEL, SymmetricPanels};
 use crate::model::arch::{Stage, stages};
-use crate::model::{Block, Embedding, Flow, LinearSpec, ModelConfig, Stored, Weights};
+use crate::model::{Block, Embedding, Flow, LinearSpec, ModelConfig, Stored, linear_elem, linear_rows};
 use crate::pipeline::stream::Batches;
-use crate::tensor::{Elem, Tensor};
+use crate::tensor::Tensor;
 use crate::text::{ModelText, SegmentOptions, TextFile, calibration_segments, evaluation_segments};
 
 /// Tokens of a sample.
@@ -112,7 +112,7 @@ impl Subject {
                 "Take the demo model, or open a model of 16 or 32 bits",
             ));
         }
-        let config = ModelConfig::parse(stored.checkpoint.config())?;
+        let config = ModelConfig::of(&stored.checkpoint)?;
         if !(SAMPLE..=16_384).contains(&tokens) {
             return Err(Error::options(format!("{tokens} tokens"), "Use 128 to 16384"));
         }
@@ -180,11 +180,10 @@ impl Subject {
 
     async fn weight(&self, spec: &LinearSpec) -> Result<Tensor> {
         let (n, rows) = (spec.in_features, spec.out_features.min(MOST_ROWS));
-        let name = format!("{}.weight", spec.module);
-        let elem = self.stored.info(&name)?.map_or(Elem::F32, |(elem, _)| elem);
-        let bytes = self.stored.read_rows(&name, 0..rows).await?;
+        let elem = linear_elem(self.stored.as_ref(), spec)?;
+        let bytes = linear_rows(self.stored.as_ref(), spec, 0..rows).await?;
         let stored = Tensor::from_bytes(&Device::Cpu, elem, &[rows, n], &bytes)?;
-        gather(&stored, &Tensor::from_u32(&Device::Cpu, &[n], (0..n as u32).collect())?)
+        copy(&stored)
     }
 
     async fn inputs(

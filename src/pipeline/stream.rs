@@ -102,9 +102,7 @@ impl Flows {
         }
         Ok(())
     }
-}
 
-impl Flows {
     /// Keeps a stage's inputs, which the next stage needs.
     pub async fn keep(&mut self, batch: usize, inner: Option<Tensor>) -> Result<()> {
         match inner {

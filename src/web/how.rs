@@ -59,7 +59,7 @@ impl Session {
             }
             Ask::Layers { own: false } => {
                 let stored = Stored::open(demo::model().await?).await?;
-                let config = ModelConfig::parse(stored.checkpoint.config())?;
+                let config = ModelConfig::of(&stored.checkpoint)?;
                 Answer::Layers(Subject::layers(DEMO, &config))
             }
             _ => return Err(Error::Internal("a lesson without its layer".into())),
@@ -80,7 +80,7 @@ impl Session {
             (model.name.clone(), model.stored.clone(), text)
         } else {
             let stored = Rc::new(Stored::open(demo::model().await?).await?);
-            let config = ModelConfig::parse(stored.checkpoint.config())?;
+            let config = ModelConfig::of(&stored.checkpoint)?;
             let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
             (DEMO.to_owned(), stored, Rc::new(text))
         };
