@@ -16,7 +16,7 @@ struct Params {
 }
 
 @group(0) @binding(0) var<uniform> p: Params;
-@group(0) @binding(1) var<storage, read> pull: array<f32>; // [rows, width]
+@group(0) @binding(1) var<storage, read_write> pull: array<f32>; // [rows, width]
 @group(0) @binding(2) var<storage, read> push: array<f32>; // [rows, width]
 @group(0) @binding(3) var<storage, read> units: array<f32>; // [rows, n]
 @group(0) @binding(4) var<storage, read_write> scales: array<f32>; // [rows, groups]
@@ -57,5 +57,6 @@ fn main(
     for (var i = 0u; i < p.width; i++) {
         let column = row * p.n + p.c0 + i;
         errors[column] += (old - new_scale) * units[column];
+        pull[row * p.width + i] += (old - new_scale) * push[row * p.width + i];
     }
 }

@@ -223,7 +223,7 @@ async fn bench_layer(args: LayerArgs) -> Result<()> {
     let prepared = prepare(&scheme, ScaleType::F16, &device, n, Some(inputs), "bench").await?;
     step("order and factor", since);
     let since = Instant::now();
-    quantize_rows(&prepared, &weight).await?;
+    quantize_rows(&prepared, &weight, 0..weight.rows()).await?;
     step("scales, sweep, losses", since);
     let since = Instant::now();
     crate::kernels::gemm::linear(&x, &weight, None)?;

@@ -1,30 +1,48 @@
 //! Calibration rows that take no part in a layer's Hessian, and judge what comes out instead.
 
+use std::ops::Range;
+
 use crate::error::Result;
 use crate::kernels::add::add_scaled;
+use crate::kernels::columns::gather;
 use crate::kernels::gemm::linear;
 use crate::kernels::norm::add_squares;
 use crate::tensor::{Elem, Tensor};
 
+/// What a layer should make of the inputs x̃ that it sees in the quantized model.
+pub enum Goal {
+    /// What its own weights make of them: W·x̃.
+    Own,
+    /// What they make of the original model's inputs x, [tokens, n]: W·x.
+    Inputs(Tensor),
+    /// y, [tokens, rows].
+    Outputs(Tensor),
+}
+
 /// A stage's inputs on rows that were held out.
 pub struct Held {
-    /// x̃, what the layer sees in the quantized model, f32 [tokens, n].
+    /// x̃, f32 [tokens, n].
     pub seen: Tensor,
-    /// x, what it sees in the original, where that is known.
-    pub original: Option<Tensor>,
+    pub goal: Goal,
 }
 
 impl Held {
-    /// What the original layer makes of the original inputs, f32 [tokens, rows], from its weight
-    /// [rows, n].
+    /// What rows `which` of a layer should give, f32 [tokens, rows]; `weight` has those rows.
     ///
     /// # Errors
     /// Those of the device.
-    pub fn wanted(&self, weight: &Tensor) -> Result<Tensor> {
-        linear(self.original.as_ref().unwrap_or(&self.seen), weight, None)
+    pub fn wanted(&self, weight: &Tensor, which: Range<usize>) -> Result<Tensor> {
+        match &self.goal {
+            Goal::Own => linear(&self.seen, weight, None),
+            Goal::Inputs(original) => linear(original, weight, None),
+            Goal::Outputs(y) => {
+                let columns = which.map(|row| row as u32).collect();
+                gather(y, &Tensor::from_u32(y.device(), &[weight.rows()], columns)?)
+            }
+        }
     }
 
-    /// (2/tokens)·Σ‖W·x − Ŵ·x̃‖², from W·x, `wanted`, and Ŵ f32 [rows, n].
+    /// (2/tokens)·Σ‖y − Ŵ·x̃‖², from y, `wanted`, and Ŵ f32 [rows, n].
     ///
     /// # Errors
     /// Those of the device.
@@ -34,7 +52,7 @@ impl Held {
         self.mean_square(&difference).await
     }
 
-    /// By how much of the move Z the weight W does best here: the least of ‖W·x − (W + α·Z)·x̃‖² over α,
+    /// By how much of the move Z the weight W does best here: the least of ‖y − (W + α·Z)·x̃‖² over α,
     /// which is a parabola, among the candidates 0, ¼, ½, ¾ and 1.
     ///
     /// # Errors

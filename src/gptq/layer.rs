@@ -4,6 +4,7 @@
 //! columns and one factor: [`Prepared`]. Rows of a weight do not influence each other, so a weight
 //! of any size goes through [`quantize_rows`] in pieces.
 
+use std::ops::Range;
 use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
@@ -15,7 +16,7 @@ use crate::gptq::drift::Drift;
 use crate::gptq::factor::{Factor, factor};
 use crate::gptq::held::Held;
 use crate::gptq::order::Order;
-use crate::gptq::refit::refitted;
+use crate::gptq::refit::refined;
 use crate::gptq::rounding::{Rounded, rounded, swept};
 use crate::gptq::scheme::{Alpha, Scheme};
 use crate::kernels::add::add_scaled;
@@ -51,7 +52,7 @@ pub struct Prepared {
     /// The same for plain rounding, whose groups are natural.
     pub(super) rtn_group_of: Tensor,
     pub(super) correction: Option<Correction>,
-    /// For a refit.
+    /// For refining.
     pub(super) hessian: Option<Rc<SymmetricPanels>>,
     pub(super) held: Option<Held>,
 }
@@ -274,11 +275,15 @@ impl Losses {
     }
 }
 
-/// Quantizes `weight` [rows, n], some rows of a linear layer as stored (f32, f16 or bf16).
+/// Quantizes `weight` [rows, n], rows `which` of a linear layer as stored (f32, f16 or bf16).
 ///
 /// # Errors
 /// Those of the device.
-pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<QuantizedRows> {
+pub async fn quantize_rows(
+    prepared: &Prepared,
+    weight: &Tensor,
+    which: Range<usize>,
+) -> Result<QuantizedRows> {
     if weight.cols() != prepared.n {
         return Err(Error::Internal(format!("a weight {:?} for {} inputs", weight.shape(), prepared.n)));
     }
@@ -288,13 +293,13 @@ pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<Quant
     };
     let rtn = rounded(prepared, factor, weight).await?;
     let judge = match &prepared.held {
-        Some(held) => Some(Judge { held, wanted: held.wanted(weight)? }),
+        Some(held) => Some(Judge { held, wanted: held.wanted(weight, which.clone())? }),
         None => None,
     };
     let mut target = gather(weight, &prepared.natural)?;
     let alpha = match &prepared.correction {
         Some(correction) => {
-            let z = correction.of(&target)?;
+            let z = correction.of(&target, which)?;
             let alpha = match (prepared.scheme.alpha, &judge) {
                 (Alpha::Fixed(alpha), _) => alpha,
                 (Alpha::Measured, Some(judge)) => judge.held.best_share(&judge.wanted, &target, &z).await?,
@@ -308,10 +313,7 @@ pub async fn quantize_rows(prepared: &Prepared, weight: &Tensor) -> Result<Quant
     let mut kept = swept(prepared, &target, None).await?;
     let mut losses = Losses { gptq: kept.loss, rtn: rtn.loss, held: None };
     let refitted = match &prepared.hessian {
-        Some(hessian) => {
-            let grid = refitted(prepared, factor, hessian, &target, &kept).await?;
-            Some(swept(prepared, &target, Some(grid)).await?)
-        }
+        Some(hessian) => Some(refined(prepared, factor, hessian, &target, &kept).await?),
         None => None,
     };
     let Some(judge) = judge else {
@@ -387,7 +389,9 @@ async fn finished(rounded: Rounded, loss: Option<Losses>) -> Result<QuantizedRow
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::gptq::held::Goal;
     use crate::gptq::scheme::Preset;
+    use crate::kernels::columns::copy;
     use crate::kernels::testing::{noise, test_gpu};
 
     const ROWS: usize = 40;
@@ -418,17 +422,19 @@ mod tests {
         let scale = 2.0 / seen.rows() as f32;
         let mut hessian = SymmetricPanels::zeros(device, N).unwrap();
         hessian.accumulate(&seen, scale).unwrap();
-        let mut drift = Drift::zeros(device, N).unwrap();
-        drift.accumulate(&original, &seen, scale).unwrap();
+        let mut drift = Drift::of_inputs(device, N).unwrap();
+        let mut difference = copy(&original).unwrap();
+        add_scaled(&mut difference, &seen, -1.0).unwrap();
+        drift.accumulate(&difference, &seen, scale).unwrap();
         let calibration = Calibration {
             hessian: Rc::new(hessian),
             drift: scheme.needs_original().then_some(drift),
-            held: Some(Held { seen: tensor(&drifted(held, 6)), original: Some(tensor(held)) }),
+            held: Some(Held { seen: tensor(&drifted(held, 6)), goal: Goal::Inputs(tensor(held)) }),
         };
         pollster::block_on(async {
             let prepared =
                 prepare(scheme, ScaleType::F16, device, N, Some(calibration), "test").await.unwrap();
-            quantize_rows(&prepared, &tensor(&noise(ROWS * N, 3))).await.unwrap()
+            quantize_rows(&prepared, &tensor(&noise(ROWS * N, 3)), 0..ROWS).await.unwrap()
         })
     }
 

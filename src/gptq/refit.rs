@@ -1,66 +1,73 @@
-//! Scales fitted once more, to the codes that a sweep has chosen.
+//! What a sweep leaves, made smaller: scales by least squares and codes moved, one group after another.
 
 use crate::error::Result;
 use crate::gptq::factor::Factor;
 use crate::gptq::layer::Prepared;
-use crate::gptq::rounding::Rounded;
+use crate::gptq::rounding::{Rounded, read_off};
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::gather;
 use crate::kernels::dequant::dequantize;
+use crate::kernels::descend::{self, descend};
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
-use crate::kernels::refit::{Group, refit};
+use crate::kernels::refit::{self, refit};
 use crate::kernels::scales::Grid;
-use crate::kernels::symmetric::{PANEL, SymmetricPanels, reordered};
+use crate::kernels::symmetric::{PANEL, SymmetricPanels, add_product, reordered};
 use crate::tensor::{Elem, Tensor};
 
-/// Scales fitted to the codes of `from`, so that ‖(target − Ŵ)·L‖² is least; a pass over the groups.
+/// Passes over all groups. The first takes some 5 % of the loss at 3 bits, the second 2 %, later ones less.
+pub const PASSES: usize = 2;
+
+/// The codes and scales of `from`, refined so that ‖(target − Ŵ)·L‖² is less; `target` f32 [rows, n], natural
+/// columns. Groups wider than a panel of H keep their scales.
 ///
 /// # Errors
 /// Those of the device.
-pub async fn refitted(
+pub async fn refined(
     prepared: &Prepared,
     factor: &Factor,
     h: &SymmetricPanels,
     target: &Tensor,
     from: &Rounded,
-) -> Result<Grid> {
-    let device = target.device();
-    let (n, group) = (prepared.n, prepared.scheme.group_len(prepared.n));
-    let mut ones = Grid::new(device, target.rows(), from.grid.groups())?;
-    let count = ones.scales.len();
-    ones.scales = Tensor::from_f32(device, ones.scales.shape(), vec![1.0; count])?;
-    ones.zeros = Tensor::from_f32(device, ones.zeros.shape(), from.grid.zeros.to_f32().await?)?;
-    let units = dequantize(&from.codes, &ones, &prepared.group_of)?;
+) -> Result<Rounded> {
+    let (device, rows, n) = (target.device(), target.rows(), prepared.n);
+    let group = prepared.scheme.group_len(n);
+    let [scales, zeros] = [from.grid.scales.to_f32().await?, from.grid.zeros.to_f32().await?];
+    let shape = from.grid.scales.shape();
+    let ones = Grid {
+        scales: Tensor::from_f32(device, shape, vec![1.0; scales.len()])?,
+        zeros: Tensor::from_f32(device, shape, zeros)?,
+    };
+    let mut units = dequantize(&from.codes, &ones, &prepared.group_of)?;
+    let mut grid = Grid { scales: Tensor::from_f32(device, shape, scales)?, zeros: ones.zeros };
     let mut errors = gather(target, &prepared.natural)?;
     add_scaled(&mut errors, &from.dequantized, -1.0)?;
-    let mut scales = Tensor::from_f32(device, ones.scales.shape(), from.grid.scales.to_f32().await?)?;
     let order = Tensor::from_u32(device, &[n], (0..n as u32).collect())?;
     let damped = factor.diagonal.iter().map(|&d| d + factor.lambda).collect();
     let damped = Tensor::from_f32(device, &[n], damped)?;
-    let rows = target.rows();
-    for (index, c0) in (0..n).step_by(group).enumerate() {
-        let width = group.min(n - c0);
-        // Rows c0.. of these columns; what is above them lies across in the panels before.
-        let below = reordered(h, &order, &damped, c0, c0 + width)?;
-        let mut pull = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-        let right = Mat::of(&errors).part(0, c0, rows, n - c0);
-        gemm(Target::of(&mut pull), right, Mat::of(&below), Scaling::SET, None)?;
-        for (p, panel) in h.panels.iter().enumerate() {
-            let first = p * PANEL;
-            let columns = panel.cols().min(c0.saturating_sub(first));
-            if columns > 0 {
-                let left = Mat::of(&errors).part(0, first, rows, columns);
-                let across = Mat::of(panel).part(c0 - first, 0, width, columns).t();
-                gemm(Target::of(&mut pull), left, across, Scaling::ADD, None)?;
+    for _ in 0..PASSES {
+        for (index, first) in (0..n).step_by(group).enumerate() {
+            let end = n.min(first + group);
+            for c0 in (first..end).step_by(PANEL) {
+                let width = PANEL.min(end - c0);
+                let below = reordered(h, &order, &damped, c0, c0 + width)?;
+                let mut pull = Tensor::zeros(device, Elem::F32, &[rows, width])?;
+                add_product(&mut pull, 0, &errors, h, &below, c0, 1.0)?;
+                if width == end - first {
+                    let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
+                    let own = Mat::of(&units).part(0, c0, rows, width);
+                    let square = Mat::of(&below).part(0, 0, width, width);
+                    gemm(Target::of(&mut push), own, square, Scaling::SET, None)?;
+                    let group = refit::Group { push: &push, units: &units, c0, index };
+                    refit(group, prepared.kind.scale_type, &mut pull, &mut grid.scales, &mut errors)?;
+                }
+                let group = descend::Group { square: &below, c0, index, maxq: prepared.maxq() };
+                descend(group, &grid, &mut pull, &mut units, &mut errors)?;
             }
         }
-        let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-        let own = Mat::of(&units).part(0, c0, rows, width);
-        gemm(Target::of(&mut push), own, Mat::of(&below).part(0, 0, width, width), Scaling::SET, None)?;
-        let group = Group { pull: &pull, push: &push, units: &units, c0, index };
-        refit(group, prepared.kind.scale_type, &mut scales, &mut errors)?;
     }
-    Ok(Grid { scales, zeros: ones.zeros })
+    let mut values = gather(target, &prepared.natural)?;
+    add_scaled(&mut values, &errors, -1.0)?;
+    read_off(prepared, factor, target, &values, grid).await
 }
 
 #[cfg(test)]
@@ -73,10 +80,10 @@ mod tests {
     use crate::gptq::rounding::swept;
     use crate::gptq::scheme::{Preset, Scheme};
     use crate::kernels::scales::ScaleType;
-    use crate::kernels::testing::{noise, relative_error, test_gpu};
+    use crate::kernels::testing::{noise, test_gpu};
 
-    /// tr(E·(H + λI)·Eᵀ) of the same codes with old and new scales, in f64, and the new scales.
-    fn losses(device: &Device, n: usize, group: usize) -> ([f64; 2], Vec<f32>) {
+    /// tr(E·(H + λI)·Eᵀ) behind a sweep and refined, in f64.
+    fn losses(device: &Device, n: usize, group: usize) -> [f64; 2] {
         let (rows, tokens) = (20, 900);
         let values = noise(tokens * n, 1);
         let mix = |i: usize| values[i] + 0.8 * values[i / n * n + (i * 7) % n];
@@ -94,11 +101,11 @@ mod tests {
             let target = tensor(rows, weight.clone());
             let before = swept(&prepared, &target, None).await.unwrap();
             let (factor, h) = (prepared.factor.as_ref().unwrap(), prepared.hessian.as_ref().unwrap());
-            let grid = refitted(&prepared, factor, h, &target, &before).await.unwrap();
-            let after = dequantize(&before.codes, &grid, &prepared.group_of).unwrap();
+            let after = refined(&prepared, factor, h, &target, &before).await.unwrap();
             let mut found = vec![];
-            for dequantized in [&before.dequantized, &after] {
-                let e: Vec<f64> = dequantized
+            for rounded in [&before, &after] {
+                let e: Vec<f64> = rounded
+                    .dequantized
                     .to_f32()
                     .await
                     .unwrap()
@@ -110,26 +117,28 @@ mod tests {
                     x.chunks(n).map(move |x| e.iter().zip(x).map(|(e, x)| e * f64::from(*x)).sum::<f64>())
                 });
                 let squares: f64 = outputs.map(|y| y * y).sum();
-                found.push(
-                    squares * f64::from(scale)
-                        + f64::from(factor.lambda) * e.iter().map(|e| e * e).sum::<f64>(),
-                );
+                let undamped = squares * f64::from(scale);
+                assert!((rounded.loss / undamped - 1.0).abs() < 1e-3, "{}, not {undamped}", rounded.loss);
+                let length = e.iter().map(|e| e * e).sum::<f64>();
+                found.push(undamped + f64::from(factor.lambda) * length);
             }
-            ([found[0], found[1]], grid.scales.to_f32().await.unwrap())
+            let again = dequantize(&after.codes, &after.grid, &prepared.group_of).unwrap();
+            assert!(again.to_f32().await.unwrap() == after.dequantized.to_f32().await.unwrap());
+            [found[0], found[1]]
         })
     }
 
-    /// Over more than one panel of H, too.
+    /// Over more than one panel of H, and in a group wider than one, too.
     #[test]
-    fn the_same_codes_lose_less_with_refitted_scales() {
+    fn what_a_sweep_leaves_is_refined() {
         let gpu = test_gpu();
-        for (n, group) in [(96, 32), (640, 128), (96, 96)] {
-            let ([before, after], scales) = losses(&Device::Cpu, n, group);
-            assert!(after < 0.999 * before, "{n}: {after}, not below {before}");
+        for (n, group, share) in [(96, 32, 0.95), (640, 128, 0.95), (96, 96, 0.97), (640, 640, 0.97)] {
+            let [before, after] = losses(&Device::Cpu, n, group);
+            println!("{n} {group}: {}", after / before);
+            assert!(after < share * before, "{n}, {group}: {after}, not below {before}");
             if let (Some(gpu), 96) = (&gpu, n) {
-                let (found, others) = losses(gpu, n, group);
+                let found = losses(gpu, n, group);
                 assert!((found[1] / after - 1.0).abs() < 0.02, "{found:?}, {after}");
-                assert!(relative_error(&others, &scales) < 0.05);
             }
         }
     }

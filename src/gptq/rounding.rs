@@ -5,6 +5,7 @@ use crate::error::Result;
 use crate::gptq::factor::{Factor, FactorBlock};
 use crate::gptq::layer::Prepared;
 use crate::gptq::order::Order;
+use crate::kernels::add::add_scaled;
 use crate::kernels::columns::gather;
 use crate::kernels::dequant::dequantize;
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
@@ -185,8 +186,7 @@ async fn undamped(factor: &Factor, damped: &Tensor, e: &Tensor) -> Result<f64> {
     Ok(total.max(0.0))
 }
 
-/// The same weights rounded to nearest on min-max grids of the same kind, and what that loses:
-/// tr(D(H+λI)Dᵀ) = ‖D·L‖², block column by block column.
+/// The same weights rounded to nearest on min-max grids of the same kind.
 pub async fn rounded(prepared: &Prepared, factor: &Factor, weight: &Tensor) -> Result<Rounded> {
     let (rows, n, device) = (weight.rows(), prepared.n, weight.device());
     let kind = GridKind { fit: Fit::MinMax, ..prepared.kind };
@@ -198,19 +198,49 @@ pub async fn rounded(prepared: &Prepared, factor: &Factor, weight: &Tensor) -> R
     let mut codes = Tensor::zeros(device, Elem::U8, &[rows, n])?;
     let mut sums = Tensor::zeros(device, Elem::F32, &[rows])?;
     round(kind, &prepared.rtn_columns, &mut d, &grid, &mut codes, &mut sums)?;
+    let loss = lost(prepared, factor, &d).await?;
+    drop(d);
+    let dequantized = dequantize(&codes, &grid, &prepared.rtn_group_of)?;
+    Ok(Rounded { codes, grid, dequantized, loss })
+}
+
+/// What `values`, f32 [rows, n] in natural columns, are as codes: they lie on `grid` but for rounding.
+///
+/// # Errors
+/// Those of the device.
+pub async fn read_off(
+    prepared: &Prepared,
+    factor: &Factor,
+    target: &Tensor,
+    values: &Tensor,
+    grid: Grid,
+) -> Result<Rounded> {
+    let (rows, n, device) = (target.rows(), prepared.n, target.device());
+    let mut w = gather(values, &prepared.permuted)?;
+    let mut codes = Tensor::zeros(device, Elem::U8, &[rows, n])?;
+    let mut sums = Tensor::zeros(device, Elem::F32, &[rows])?;
+    round(prepared.kind, &prepared.columns, &mut w, &grid, &mut codes, &mut sums)?;
+    let dequantized = dequantize(&codes, &grid, &prepared.group_of)?;
+    let mut d = gather(target, &prepared.permuted)?;
+    add_scaled(&mut d, &gather(&dequantized, &prepared.permuted)?, -1.0)?;
+    let loss = lost(prepared, factor, &d).await?;
+    Ok(Rounded { codes, grid, dequantized, loss })
+}
+
+/// tr(D·H·Dᵀ), D [rows, n] by position: tr(D(H+λI)Dᵀ) = ‖D·L‖², block column by block column.
+async fn lost(prepared: &Prepared, factor: &Factor, d: &Tensor) -> Result<f64> {
+    let (rows, n, device) = (d.rows(), prepared.n, d.device());
+    let mut sums = Tensor::zeros(device, Elem::F32, &[rows])?;
     for block in &factor.blocks {
         let width = block.end - block.start;
         let mut product = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-        let own = Mat::of(&d).part(0, block.start, rows, width);
+        let own = Mat::of(d).part(0, block.start, rows, width);
         gemm(Target::of(&mut product), own, Mat::of(&block.square), Scaling::SET, None)?;
         if block.end < n {
-            let rest = Mat::of(&d).part(0, block.end, rows, n - block.end);
+            let rest = Mat::of(d).part(0, block.end, rows, n - block.end);
             gemm(Target::of(&mut product), rest, Mat::of(&block.below), Scaling::ADD, None)?;
         }
         add_squares(&product, &mut sums)?;
     }
-    let loss = undamped(factor, &sums, &d).await?;
-    drop(d);
-    let dequantized = dequantize(&codes, &grid, &prepared.rtn_group_of)?;
-    Ok(Rounded { codes, grid, dequantized, loss })
+    undamped(factor, &sums, d).await
 }

@@ -50,7 +50,7 @@ pub struct Scheme {
     pub damp_percent: f64,
     /// Aim at the outputs of the original model.
     pub alpha: Alpha,
-    /// After the sweep fit the scales once more, to the codes, and sweep again.
+    /// After the sweep fit scales to the codes and move codes, group by group.
     pub refit: bool,
 }
 

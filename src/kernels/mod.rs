@@ -14,6 +14,7 @@ pub mod columns;
 pub mod cross_entropy;
 mod cut;
 pub mod dequant;
+pub mod descend;
 pub mod divergence;
 pub mod embedding;
 pub mod gemm;

@@ -19,8 +19,6 @@ use crate::tensor::Tensor;
 /// One group of all rows.
 #[derive(Clone, Copy)]
 pub struct Group<'a> {
-    /// E·H_{:,g}, f32 [rows, width].
-    pub pull: &'a Tensor,
     /// q·H_gg, f32 [rows, width].
     pub push: &'a Tensor,
     /// q of all groups, f32 [rows, n].
@@ -35,15 +33,22 @@ pub struct Group<'a> {
 const LARGEST: f32 = 65504.0;
 
 /// Moves the group's scales, f32 [rows, groups], to the lowest point, rounded to what the file stores,
-/// and `errors` E, f32 [rows, n], with them. A scale whose sign would change stays.
+/// and `errors` E, f32 [rows, n], with them. `pull` is (E·H)_{:,g}, f32 [rows, width], and follows. A scale
+/// whose sign would change stays.
 ///
 /// # Errors
 /// [`Error::Internal`] when shapes do not fit.
-pub fn refit(group: Group, scale_type: ScaleType, scales: &mut Tensor, errors: &mut Tensor) -> Result<()> {
-    let (rows, n, width) = (errors.rows(), errors.cols(), group.pull.cols());
+pub fn refit(
+    group: Group,
+    scale_type: ScaleType,
+    pull: &mut Tensor,
+    scales: &mut Tensor,
+    errors: &mut Tensor,
+) -> Result<()> {
+    let (rows, n, width) = (errors.rows(), errors.cols(), pull.cols());
     let fits = group.units.shape() == errors.shape()
-        && group.pull.rows() == rows
-        && group.push.shape() == group.pull.shape()
+        && pull.rows() == rows
+        && group.push.shape() == pull.shape()
         && group.c0 + width <= n
         && scales.rows() == rows
         && group.index < scales.cols();
@@ -51,15 +56,21 @@ pub fn refit(group: Group, scale_type: ScaleType, scales: &mut Tensor, errors: &
         return Err(Error::Internal("refit: shapes do not fit".into()));
     }
     match errors.device().clone() {
-        Device::Cpu => cpu(group, scale_type, scales, errors),
-        Device::Gpu(gpu) => gpu::refit(&gpu, group, scale_type, scales, errors),
+        Device::Cpu => cpu(group, scale_type, pull, scales, errors),
+        Device::Gpu(gpu) => gpu::refit(&gpu, group, scale_type, pull, scales, errors),
     }
 }
 
-fn cpu(group: Group, scale_type: ScaleType, scales: &mut Tensor, errors: &mut Tensor) -> Result<()> {
-    let Group { pull, push, units, c0, index } = group;
+fn cpu(
+    group: Group,
+    scale_type: ScaleType,
+    pull: &mut Tensor,
+    scales: &mut Tensor,
+    errors: &mut Tensor,
+) -> Result<()> {
+    let Group { push, units, c0, index } = group;
     let (n, width, groups) = (errors.cols(), pull.cols(), scales.cols());
-    let (pull, push, units) = (pull.f32s()?, push.f32s()?, units.f32s()?);
+    let (pull, push, units) = (pull.f32s_mut()?, push.f32s()?, units.f32s()?);
     let scales = scales.f32s_mut()?;
     let old: Vec<f32> = scales.iter().skip(index).step_by(groups).copied().collect();
     let mut new = old.clone();
@@ -79,6 +90,10 @@ fn cpu(group: Group, scale_type: ScaleType, scales: &mut Tensor, errors: &mut Te
         let moved = old[row] - new[row];
         let units = &units[row * n + c0..][..width];
         errors[c0..c0 + width].iter_mut().zip(units).for_each(|(error, unit)| *error += moved * unit);
+    });
+    for_chunks(pull, width, |row, pull| {
+        let moved = old[row] - new[row];
+        pull.iter_mut().zip(&push[row * width..]).for_each(|(pull, push)| *pull += moved * push);
     });
     for (row, new) in new.into_iter().enumerate() {
         scales[row * groups + index] = new;
@@ -122,7 +137,7 @@ mod gpu {
     const REFIT: Kernel = Kernel {
         name: "refit",
         source: include_str!("../../shaders/refit.wgsl"),
-        bindings: &[Access::Read, Access::Read, Access::Read, Access::ReadWrite, Access::ReadWrite],
+        bindings: &[Access::ReadWrite, Access::Read, Access::Read, Access::ReadWrite, Access::ReadWrite],
     };
 
     /// For [`crate::kernels::registry`].
@@ -132,10 +147,11 @@ mod gpu {
         gpu: &Gpu,
         group: Group,
         scale_type: ScaleType,
+        pull: &mut Tensor,
         scales: &mut Tensor,
         errors: &mut Tensor,
     ) -> Result<()> {
-        let width = group.pull.cols();
+        let width = pull.cols();
         let cost = 2.0 * ELEMENT * width as f64;
         for rows in ranges(gpu, errors.rows(), cost) {
             let params = Params {
@@ -150,7 +166,7 @@ mod gpu {
             gpu.dispatch(
                 &REFIT,
                 &[("STORED", scale_type.shader_constant())],
-                &[group.pull.gpu()?, group.push.gpu()?, group.units.gpu()?, scales.gpu()?, errors.gpu()?],
+                &[pull.gpu()?, group.push.gpu()?, group.units.gpu()?, scales.gpu()?, errors.gpu()?],
                 bytemuck::bytes_of(&params),
                 gpu.unfold(rows.len().div_ceil(GROUP)),
                 cost * rows.len() as f64,
@@ -192,22 +208,22 @@ mod tests {
         Case { pull: noise(ROWS * WIDTH, 4), push, units, scales, errors: noise(ROWS * N, 5) }
     }
 
-    /// Scales and errors after group 1, columns 16 to 29, was refitted.
-    fn run(device: &Device, scale_type: ScaleType) -> [Vec<f32>; 2] {
+    /// Scales, errors and pull after group 1, columns 16 to 29, was refitted.
+    fn run(device: &Device, scale_type: ScaleType) -> [Vec<f32>; 3] {
         let case = case();
         let tensor =
             |values: Vec<f32>| Tensor::from_f32(device, &[ROWS, values.len() / ROWS], values).unwrap();
-        let (pull, push, units) = (tensor(case.pull), tensor(case.push), tensor(case.units));
+        let (mut pull, push, units) = (tensor(case.pull), tensor(case.push), tensor(case.units));
         let (mut scales, mut errors) = (tensor(case.scales), tensor(case.errors));
-        let group = Group { pull: &pull, push: &push, units: &units, c0: C0, index: 1 };
-        refit(group, scale_type, &mut scales, &mut errors).unwrap();
-        [scales, errors].map(|t| pollster::block_on(t.to_f32()).unwrap())
+        let group = Group { push: &push, units: &units, c0: C0, index: 1 };
+        refit(group, scale_type, &mut pull, &mut scales, &mut errors).unwrap();
+        [scales, errors, pull].map(|t| pollster::block_on(t.to_f32()).unwrap())
     }
 
     #[test]
     fn scales_go_to_the_lowest_point_unless_their_sign_would_change() {
         let Case { pull, push, units, scales, errors } = case();
-        let [new_scales, new_errors] = run(&Device::Cpu, ScaleType::F32);
+        let [new_scales, new_errors, new_pull] = run(&Device::Cpu, ScaleType::F32);
         let (mut moved, mut kept) = (0, 0);
         for row in 0..ROWS {
             let units = &units[row * N + C0..][..WIDTH];
@@ -222,6 +238,10 @@ mod tests {
             assert!((f64::from(new_scales[row * GROUPS + 1]) - want).abs() < 1e-5);
             for other in [0, 2] {
                 assert_eq!(new_scales[row * GROUPS + other], scales[row * GROUPS + other]);
+            }
+            for (i, new) in new_pull[row * WIDTH..][..WIDTH].iter().enumerate() {
+                let want = f64::from(pull[row * WIDTH + i]) + (old - want) * f64::from(push[row * WIDTH + i]);
+                assert!((f64::from(*new) - want).abs() < 1e-4);
             }
             for column in 0..N {
                 let unit = if (C0..C0 + WIDTH).contains(&column) { units[column - C0] } else { 0.0 };
@@ -239,7 +259,9 @@ mod tests {
         for (scale_type, step) in [(ScaleType::F16, 5e-4), (ScaleType::BF16, 4e-3), (ScaleType::F32, 1e-5)] {
             let [want, got] = [&Device::Cpu, &gpu].map(|device| run(device, scale_type));
             assert!(relative_error(&got[0], &want[0]) < step, "{scale_type:?}");
-            assert!(relative_error(&got[1], &want[1]) < 7.0 * step, "{scale_type:?}");
+            for at in [1, 2] {
+                assert!(relative_error(&got[at], &want[at]) < 7.0 * step, "{scale_type:?}");
+            }
         }
     }
 }

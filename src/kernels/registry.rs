@@ -6,7 +6,7 @@
 
 use super::{
     activation, add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant,
-    divergence, embedding, gemm, gemv, keep, layernorm,
+    descend, divergence, embedding, gemm, gemv, keep, layernorm,
 };
 use super::{
     norm, peak, penalize, qmatmul, refit, rmsnorm, rope, scales, scatter, sweep, swiglu, symmetric, topk,
@@ -29,6 +29,7 @@ pub fn registry() -> Vec<Registered> {
         columns::KERNELS,
         cross_entropy::KERNELS,
         dequant::KERNELS,
+        descend::KERNELS,
         divergence::KERNELS,
         embedding::KERNELS,
         gemm::KERNELS,

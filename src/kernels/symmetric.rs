@@ -4,7 +4,7 @@
 //! Block columns keep every buffer far below WebGPU's binding limit: for n = 11008 the whole matrix
 //! would be 485 MB, a block column of 512 is 22 MB at most.
 
-use super::gemm::{Scaling, syrk_panel};
+use super::gemm::{Mat, Scaling, Target, gemm, syrk_panel};
 use super::parallel::for_chunks;
 use crate::device::Device;
 use crate::error::Result;
@@ -97,6 +97,37 @@ pub fn reordered(
         Device::Gpu(gpu) => gpu::reordered(&gpu, h, order, diagonal, c0, &mut out)?,
     }
     Ok(out)
+}
+
+/// out[:, at..] += factor·X·H[:, c0..c1] for X, `left` f32 [rows, n], with the block column c0..c1 of H in its
+/// natural order as [`reordered`] gives it, `below`.
+///
+/// # Errors
+/// [`Error::Internal`] when shapes do not fit.
+pub fn add_product(
+    out: &mut Tensor,
+    at: usize,
+    left: &Tensor,
+    h: &SymmetricPanels,
+    below: &Tensor,
+    c0: usize,
+    factor: f32,
+) -> Result<()> {
+    let (rows, width) = (left.rows(), below.cols());
+    let scaling = Scaling { alpha: factor, beta: 1.0 };
+    let right = Mat::of(left).part(0, c0, rows, h.n - c0);
+    gemm(Target::at(out, 0, at), right, Mat::of(below), scaling, None)?;
+    // What is above these rows lies across in the panels before.
+    for (p, panel) in h.panels.iter().enumerate() {
+        let first = p * PANEL;
+        let columns = panel.cols().min(c0.saturating_sub(first));
+        if columns > 0 {
+            let before = Mat::of(left).part(0, first, rows, columns);
+            let across = Mat::of(panel).part(c0 - first, 0, width, columns).t();
+            gemm(Target::at(out, 0, at), before, across, scaling, None)?;
+        }
+    }
+    Ok(())
 }
 
 pub use gpu::KERNELS;

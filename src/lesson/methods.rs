@@ -110,7 +110,7 @@ pub async fn quantize(
         },
     )
     .await?;
-    let quantized = quantize_rows(&prepared, weight).await?;
+    let quantized = quantize_rows(&prepared, weight, 0..weight.rows()).await?;
     let dead: Vec<bool> = h.diagonal().await?.iter().map(|&d| d <= 0.0).collect();
     let pairs = weight.f32s()?.iter().zip(quantized.dequantized.f32s()?).enumerate();
     let error = pairs.map(|(at, (w, value))| if dead[at % n] { 0.0 } else { w - value }).collect();

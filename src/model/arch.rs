@@ -170,6 +170,15 @@ impl BlockSpec {
         self.branches().flat_map(|branch| &branch.stages)
     }
 
+    /// The stages whose one layer adds its outputs to the residual stream as they are: no norm or gate stands
+    /// between, and every token takes the branch.
+    pub fn ends_in_stream(&self) -> impl Iterator<Item = bool> {
+        self.sections.iter().flat_map(|section| {
+            let plain = |branch: &Branch| section.post_norm.is_none() && branch.route == Route::Every;
+            section.branches.iter().flat_map(move |branch| [false, plain(branch)])
+        })
+    }
+
     fn branches(&self) -> impl Iterator<Item = &Branch> {
         self.sections.iter().flat_map(|section| &section.branches)
     }

@@ -29,7 +29,7 @@ use crate::kernels::activation::{self, Function};
 use crate::kernels::add::add_assign;
 use crate::kernels::append::Rows;
 use crate::kernels::attention::{self, Attention, causal};
-use crate::kernels::columns::gather;
+use crate::kernels::columns::{copy, gather};
 use crate::kernels::embedding;
 use crate::kernels::keep::keep;
 use crate::kernels::rope;
@@ -70,6 +70,18 @@ impl Flow {
     /// Before a block.
     pub fn new(h: Tensor) -> Self {
         Self { h, inner: None, sum: None, routing: None, stage: 0 }
+    }
+
+    /// The residual stream with what the section's finished branches will add, f32 [tokens, hidden].
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub fn stream(&self) -> Result<Tensor> {
+        let mut stream = copy(&self.h)?;
+        if let Some(sum) = &self.sum {
+            add_assign(&mut stream, sum)?;
+        }
+        Ok(stream)
     }
 }
 
@@ -197,6 +209,12 @@ impl Block {
             Route::Expert(expert) => Some((place.branch, expert)),
             Route::Every | Route::Gate(_) => None,
         }
+    }
+
+    /// The layer of `stage` if what it gives is added to the residual stream as it is.
+    pub fn end_in_stream(&self, stage: usize) -> Option<&LinearSpec> {
+        let ends = self.spec.ends_in_stream().nth(stage)?;
+        self.stages().nth(stage).and_then(|stage| stage.linears.first()).filter(|_| ends)
     }
 
     /// Whether the inputs of `stage` are worth keeping for the next stage: those of a branch's first are a

@@ -6,14 +6,17 @@
 
 use web_time::Instant;
 
-use super::inputs::StageInputs;
+use super::inputs::{Beside, StageInputs, Weighing};
 use super::layer::{Place, Rows};
 use super::plan::{block_copies, stage_flops};
 use super::run::Run;
 use super::stream::{Batch, Flows};
 use crate::checkpoint::Writer;
 use crate::error::{Error, Result};
+use crate::gptq::held::Goal;
 use crate::gptq::layer::Calibration;
+use crate::kernels::add::add_scaled;
+use crate::kernels::embedding::gather;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Flow, Weights, final_norm};
 use crate::tensor::Tensor;
@@ -155,8 +158,13 @@ impl Run<'_> {
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
         // The original may send a token to other experts, so that there is nothing to compare with.
         let compared = rows.routed.is_none();
-        let drifts = plan.scheme.needs_original() && compared;
-        let mut inputs = StageInputs::new(self.device, drifts, n, rows.count)?;
+        let end = block.end_in_stream(index).filter(|_| compared && original.is_some());
+        let (beside, bias) = match (end, &original) {
+            (Some(spec), _) => (Beside::Outputs(spec.out_features), self.bias(spec).await?),
+            (None, Some(_)) if compared => (Beside::Inputs, None),
+            _ => (Beside::Nothing, None),
+        };
+        let mut inputs = StageInputs::new(self.device, &beside, n, rows.count)?;
         let of_all = rows.all && rows.routed.is_some();
         for batch in 0..self.batches.len() {
             self.stop_point(layer).await?;
@@ -164,26 +172,49 @@ impl Run<'_> {
             let flops = stage_flops(&plan.config, &plan.scheme, &plan.output, stage, ids.len(), *seq_len);
             let (held, seq_len) = (*held, *seq_len);
             let seen = self.input(index, block, flows, batch, of_all).await?;
-            let beside = match original {
-                Some((block, flows)) if compared => self.input(index, block, flows, batch, false).await?,
-                Some((block, flows)) => {
-                    if let Some(mut flow) = flows.take(batch)? {
-                        block.advance(index, &mut flow, seq_len, &self.rope).await?;
-                        flows.put(batch, flow).await?;
+            let mut goal = Goal::Own;
+            let mut weighing = None;
+            if let Some((block, others)) = original {
+                match &beside {
+                    Beside::Inputs => {
+                        let inputs = self.input(index, block, others, batch, false).await?;
+                        goal = inputs.map_or(Goal::Own, Goal::Inputs);
                     }
-                    None
+                    Beside::Nothing | Beside::Outputs(_) => {
+                        let since = Instant::now();
+                        let to = if end.is_some() { index + 1 } else { index };
+                        if let Some(mut flow) = others.take(batch)? {
+                            block.advance(to, &mut flow, seq_len, &self.rope).await?;
+                            let stream = if end.is_some() { Some(flow.stream()?) } else { None };
+                            others.put(batch, flow).await?;
+                            if let (Some(mut wanted), Some(flow)) = (stream, flows.take(batch)?) {
+                                weighing = Some(Weighing::by(&wanted).await?);
+                                add_scaled(&mut wanted, &flow.stream()?, -1.0)?;
+                                flows.put(batch, flow).await?;
+                                if let Some(bias) = &bias {
+                                    let all = gather(&[bias], &vec![0; wanted.rows()])?;
+                                    add_scaled(&mut wanted, &all, -1.0)?;
+                                }
+                                goal = Goal::Outputs(wanted);
+                            }
+                        }
+                        self.clock.add("forward", since);
+                    }
                 }
-                None => None,
-            };
+            }
             let since = Instant::now();
-            if let Some(seen) = &seen {
-                inputs.take(seen, beside.as_ref(), held)?;
+            match (&seen, &weighing, &goal) {
+                (Some(seen), Some(weighing), Goal::Outputs(wanted)) => {
+                    inputs.take(&weighing.of(seen)?, &Goal::Outputs(weighing.of(wanted)?), held)?;
+                }
+                (Some(seen), _, goal) => inputs.take(seen, goal, held)?,
+                (None, ..) => {}
             }
             self.clock.add("hessian", since);
             if plan.keep_between && block.worth_keeping(index) && !of_all {
                 flows.keep(batch, seen).await?;
-                if let Some((_, flows)) = original.as_mut() {
-                    flows.keep(batch, beside).await?;
+                if let (Some((_, others)), Goal::Inputs(x)) = (original.as_mut(), goal) {
+                    others.keep(batch, Some(x)).await?;
                 }
             }
             self.device.settle().await?;
@@ -249,8 +280,10 @@ impl Run<'_> {
         if plan.scheme.needs_inputs() {
             let norm = final_norm(&plan.config, self.stored, self.device).await?;
             let tokens = self.batches.summed_tokens();
-            let sums =
-                inputs.insert(StageInputs::new(self.device, original.is_some(), spec.in_features, tokens)?);
+            let sums = {
+                let beside = if original.is_some() { Beside::Inputs } else { Beside::Nothing };
+                inputs.insert(StageInputs::new(self.device, &beside, spec.in_features, tokens)?)
+            };
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;
                 let normed = |flow: Option<Flow>| flow.map(|flow| norm.apply(&flow.h)).transpose();
@@ -259,9 +292,10 @@ impl Run<'_> {
                     Some(original) => normed(original.take(batch)?)?,
                     None => None,
                 };
+                let goal = beside.map_or(Goal::Own, Goal::Inputs);
                 let since = Instant::now();
                 let Batch { ids, seq_len, held } = self.batches.get(batch);
-                sums.take(&seen, beside.as_ref(), *held)?;
+                sums.take(&seen, &goal, *held)?;
                 self.device.settle().await?;
                 self.clock.add("hessian", since);
                 let flops = stage_flops(&plan.config, &plan.scheme, &plan.output, stage, ids.len(), *seq_len);

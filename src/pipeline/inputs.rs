@@ -6,57 +6,112 @@ use std::rc::Rc;
 use crate::device::Device;
 use crate::error::Result;
 use crate::gptq::drift::Drift;
-use crate::gptq::held::Held;
+use crate::gptq::held::{Goal, Held};
 use crate::gptq::layer::Calibration;
+use crate::kernels::add::add_scaled;
 use crate::kernels::columns::copy;
+use crate::kernels::norm::add_squares;
+use crate::kernels::scatter::add_rows;
 use crate::kernels::symmetric::SymmetricPanels;
-use crate::tensor::Tensor;
+use crate::tensor::{Elem, Tensor};
+
+/// What is summed up beside the Hessian.
+pub(super) enum Beside {
+    Nothing,
+    /// Inputs of the original model.
+    Inputs,
+    /// Outputs of so many features that are wanted of the stage's one layer.
+    Outputs(usize),
+}
 
 pub(super) struct StageInputs {
     hessian: SymmetricPanels,
     drift: Option<Drift>,
-    seen: Option<Tensor>,
-    original: Option<Tensor>,
+    held: Option<Held>,
     /// 2 / the tokens that are summed up.
     scale: f32,
 }
 
 impl StageInputs {
-    /// For inputs of `n` features, of which `tokens` are summed up; beside those of the original where it
-    /// `drifts`.
-    pub fn new(device: &Device, drifts: bool, n: usize, tokens: usize) -> Result<Self> {
+    /// For inputs of `n` features, of which `tokens` are summed up.
+    pub fn new(device: &Device, beside: &Beside, n: usize, tokens: usize) -> Result<Self> {
         Ok(Self {
             hessian: SymmetricPanels::zeros(device, n)?,
-            drift: if drifts { Some(Drift::zeros(device, n)?) } else { None },
-            seen: None,
-            original: None,
+            drift: match beside {
+                Beside::Nothing => None,
+                Beside::Inputs => Some(Drift::of_inputs(device, n)?),
+                Beside::Outputs(rows) => Some(Drift::of_outputs(device, *rows, n)?),
+            },
+            held: None,
             scale: 2.0 / tokens.max(1) as f32,
         })
     }
 
-    /// Takes a micro-batch [tokens, n]: what the quantized model `seen`, and what the `original` does where
-    /// it goes along.
-    pub fn take(&mut self, seen: &Tensor, original: Option<&Tensor>, held: bool) -> Result<()> {
+    /// Takes a micro-batch [tokens, n] that the quantized model has `seen`, and what the layers should make
+    /// of it.
+    pub fn take(&mut self, seen: &Tensor, goal: &Goal, held: bool) -> Result<()> {
         if held {
-            let after = |rows: &Option<Tensor>, new: &Tensor| match rows {
-                Some(rows) => rows.joined(new),
-                None => copy(new),
-            };
-            self.seen = Some(after(&self.seen, seen)?);
-            if let Some(original) = original {
-                self.original = Some(after(&self.original, original)?);
-            }
-            return Ok(());
+            return self.hold(seen, goal);
         }
         self.hessian.accumulate(seen, self.scale)?;
-        if let (Some(drift), Some(original)) = (&mut self.drift, original) {
-            drift.accumulate(original, seen, self.scale)?;
+        match (&mut self.drift, goal) {
+            (Some(drift), Goal::Inputs(original)) => {
+                let mut difference = copy(original)?;
+                add_scaled(&mut difference, seen, -1.0)?;
+                drift.accumulate(&difference, seen, self.scale)
+            }
+            (Some(drift), Goal::Outputs(y)) => drift.accumulate(y, seen, self.scale),
+            (_, Goal::Own) | (None, _) => Ok(()),
         }
+    }
+
+    fn hold(&mut self, seen: &Tensor, goal: &Goal) -> Result<()> {
+        let goal = match (self.held.as_ref().map(|held| &held.goal), goal) {
+            (Some(Goal::Inputs(rows)), Goal::Inputs(new)) => Goal::Inputs(rows.joined(new)?),
+            (Some(Goal::Outputs(rows)), Goal::Outputs(new)) => Goal::Outputs(rows.joined(new)?),
+            (None, Goal::Inputs(new)) => Goal::Inputs(copy(new)?),
+            (None, Goal::Outputs(new)) => Goal::Outputs(copy(new)?),
+            _ => Goal::Own,
+        };
+        let seen = match &self.held {
+            Some(held) => held.seen.joined(seen)?,
+            None => copy(seen)?,
+        };
+        self.held = Some(Held { seen, goal });
         Ok(())
     }
 
     pub fn done(self) -> Calibration {
-        let held = self.seen.map(|seen| Held { seen, original: self.original });
-        Calibration { hessian: Rc::new(self.hessian), drift: self.drift, held }
+        Calibration { hessian: Rc::new(self.hessian), drift: self.drift, held: self.held }
+    }
+}
+
+/// Rows times how much their token counts: what a layer adds to the stream is normalized there, so that an
+/// error counts in relation to the token's length in `stream`, [tokens, hidden]. The squares of the factors
+/// have the mean 1 within a micro-batch.
+pub(super) struct Weighing {
+    rows: Vec<u32>,
+    factors: Vec<f32>,
+}
+
+impl Weighing {
+    pub async fn by(stream: &Tensor) -> Result<Self> {
+        let tokens = stream.rows();
+        let mut squares = Tensor::zeros(stream.device(), Elem::F32, &[tokens])?;
+        add_squares(stream, &mut squares)?;
+        let squares = squares.to_f32().await?;
+        // A token without a length would count without end.
+        let least = 1e-6 * squares.iter().sum::<f32>() / tokens.max(1) as f32;
+        let counts: Vec<f64> =
+            squares.iter().map(|&square| 1.0 / f64::from(square.max(least).max(f32::MIN_POSITIVE))).collect();
+        let mean = counts.iter().sum::<f64>() / tokens.max(1) as f64;
+        let factors = counts.iter().map(|count| (count / mean).sqrt() as f32).collect();
+        Ok(Self { rows: (0..tokens as u32).collect(), factors })
+    }
+
+    pub fn of(&self, x: &Tensor) -> Result<Tensor> {
+        let mut out = Tensor::zeros(x.device(), Elem::F32, x.shape())?;
+        add_rows(&mut out, x, &self.rows, &self.factors)?;
+        Ok(out)
     }
 }

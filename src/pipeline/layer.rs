@@ -119,6 +119,23 @@ impl Run<'_> {
         Ok(linear)
     }
 
+    /// The bias that the quantized layer will have.
+    async fn bias_values(&self, spec: &LinearSpec, assigned: &Assigned) -> Result<Option<Vec<f32>>> {
+        let Some(dtype) = assigned.bias else { return Ok(None) };
+        let name = format!("{}.bias", spec.module);
+        let values = load_f32(self.stored, &name, &[spec.out_features]).await?;
+        stored_bias(values, dtype, &name).map(Some)
+    }
+
+    /// The same as a table of one row, [1, rows].
+    pub(super) async fn bias(&self, spec: &LinearSpec) -> Result<Option<Tensor>> {
+        let Some(assigned) = self.plan.assigned(&spec.module) else { return Ok(None) };
+        match self.bias_values(spec, assigned).await? {
+            Some(values) => Tensor::from_f32(self.device, &[1, values.len()], values).map(Some),
+            None => Ok(None),
+        }
+    }
+
     /// Quantizes one linear layer, some rows at a time.
     async fn quantize_linear(
         &mut self,
@@ -131,14 +148,7 @@ impl Run<'_> {
         let name = format!("{}.weight", spec.module);
         let elem = linear_elem(self.stored, spec)?;
         let groups = assigned.scheme.groups(n);
-        let bias = match assigned.bias {
-            Some(dtype) => {
-                let name = format!("{}.bias", spec.module);
-                let values = load_f32(self.stored, &name, &[rows]).await?;
-                Some(stored_bias(values, dtype, &name)?)
-            }
-            None => None,
-        };
+        let bias = self.bias_values(spec, assigned).await?;
         let mut result = GptqLinear {
             n: rows,
             k: n,
@@ -162,7 +172,7 @@ impl Run<'_> {
                 Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &[end - start, n], &bytes)?,
             };
             drop(bytes);
-            let part = quantize_rows(prepared, &weight).await?;
+            let part = quantize_rows(prepared, &weight, start..end).await?;
             result.codes.extend_from_slice(&part.codes);
             // The file has [groups, rows].
             for row in 0..end - start {

@@ -611,7 +611,8 @@ pub fn stage_flops(
     let n = stage.linears.first().map_or(0, |spec| spec.in_features) as f64;
     let width = (config.heads * config.head_dim) as f64;
     let attention = if stage.name == "o" { 2.0 * seq_len as f64 * width } else { 0.0 };
-    let beside = if scheme.needs_original() { 2.0 * n * n + attention } else { 0.0 };
+    let outputs = stage.linears.iter().map(|spec| spec.out_features).sum::<usize>() as f64;
+    let beside = if scheme.needs_original() { 2.0 * n * n.min(outputs) + attention } else { 0.0 };
     rows_of(config, output, stage, tokens as f64) * (n * n + attention + beside)
 }
 
@@ -632,15 +633,21 @@ pub fn linear_flops(scheme: &Scheme, spec: &LinearSpec, tokens: usize, quantized
     match (scheme.needs_inputs(), quantized) {
         (true, true) => {
             let product = 2.0 * tokens as f64 * n * m;
-            // The sweep and the rounding to compare with; the correction and another sweep; a refit and another.
+            // The sweep and the rounding to compare with; the correction and another sweep; two passes over the groups.
             let share = |used: bool, beside: f64| if used { beside } else { 0.0 };
             product * (1.0 + share(scheme.needs_original(), 1.0))
-                + m * n * n * (2.0 + share(scheme.needs_original(), 5.0) + share(scheme.refit, 3.0))
+                + m * n * n * (2.0 + share(scheme.needs_original(), 5.0) + share(scheme.refit, 5.0))
         }
         (true, false) => 2.0 * tokens as f64 * n * m * if scheme.needs_original() { 2.0 } else { 1.0 },
         (false, true) => ROUNDING_FLOPS * m * n,
         (false, false) => 0.0,
     }
+}
+
+/// Numbers that are summed up of the original beside a stage's Hessian.
+fn sums_beside((stage, ends): (&Stage, bool)) -> Option<usize> {
+    let spec = stage.linears.first()?;
+    Some(spec.in_features * if ends { spec.out_features } else { spec.in_features })
 }
 
 /// What fitting min-max scales, rounding and packing one weight costs, measured against the matrix
@@ -681,8 +688,17 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     let held = bytes(
         options.tokens.min(MOST_HELD).div_ceil(if scheme.needs_original() { 1 } else { 2 }) * 2 * widest,
     );
+    // The original's inputs beside those of a stage, or the stream behind it.
+    let drift = (0..config.layers)
+        .flat_map(|layer| {
+            let spec = block(config, layer);
+            let ends: Vec<bool> = spec.ends_in_stream().collect();
+            spec.stages().zip(ends).filter_map(sums_beside).collect::<Vec<_>>()
+        })
+        .max()
+        .map_or(0, bytes);
     let sums = (2 + u64::from(scheme.refit)) * panels(widest)
-        + if scheme.needs_original() { panels(widest) + bytes(widest * widest) } else { 0 }
+        + if scheme.needs_original() { panels(widest) + drift } else { 0 }
         + if scheme.needs_held() { held } else { 0 };
     let beside = match scheme.needs_original() {
         true => half_weights + bytes(tokens * (hidden + width.max(inner))),
