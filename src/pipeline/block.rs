@@ -183,20 +183,17 @@ impl Run<'_> {
                     Beside::Nothing | Beside::Outputs(_) => {
                         let since = Instant::now();
                         let to = if end.is_some() { index + 1 } else { index };
+                        let mut stream = None;
                         if let Some(mut flow) = others.take(batch)? {
                             block.advance(to, &mut flow, seq_len, &self.rope).await?;
-                            let stream = if end.is_some() { Some(flow.stream()?) } else { None };
-                            others.put(batch, flow).await?;
-                            if let (Some(mut wanted), Some(flow)) = (stream, flows.take(batch)?) {
-                                weighing = Some(Weighing::by(&wanted).await?);
-                                add_scaled(&mut wanted, &flow.stream()?, -1.0)?;
-                                flows.put(batch, flow).await?;
-                                if let Some(bias) = &bias {
-                                    let all = gather(&[bias], &vec![0; wanted.rows()])?;
-                                    add_scaled(&mut wanted, &all, -1.0)?;
-                                }
-                                goal = Goal::Outputs(wanted);
+                            if end.is_some() {
+                                stream = Some(flow.stream()?);
                             }
+                            others.put(batch, flow).await?;
+                        }
+                        if let Some(stream) = stream {
+                            weighing = Some(Weighing::by(&stream).await?);
+                            goal = self.still_to_give(stream, bias.as_ref(), flows, batch).await?;
                         }
                         self.clock.add("forward", since);
                     }
@@ -221,6 +218,25 @@ impl Run<'_> {
             self.advance(layer, stage.name, flops);
         }
         Ok(inputs.done())
+    }
+
+    /// What a layer has to give, but for its bias, so that the quantized model's stream comes to where the
+    /// original's `stream` is.
+    async fn still_to_give(
+        &self,
+        mut stream: Tensor,
+        bias: Option<&Tensor>,
+        flows: &mut Flows,
+        batch: usize,
+    ) -> Result<Goal> {
+        let Some(flow) = flows.take(batch)? else { return Ok(Goal::Own) };
+        add_scaled(&mut stream, &flow.stream()?, -1.0)?;
+        flows.put(batch, flow).await?;
+        if let Some(bias) = bias {
+            let everywhere = gather(&[bias], &vec![0; stream.rows()])?;
+            add_scaled(&mut stream, &everywhere, -1.0)?;
+        }
+        Ok(Goal::Outputs(stream))
     }
 
     /// One model's inputs of a stage for one micro-batch; `of_all` its tokens or those that come to it.
