@@ -10,7 +10,7 @@ use half::bf16;
 use halftone::gptq::scheme::{Alpha, Preset, Scheme};
 use halftone::lesson::layer::{Layer, Place, Subject};
 use halftone::lesson::methods::{Setting, Taken};
-use halftone::lesson::order::{Orders, Ordering};
+use halftone::lesson::order::{Ordering, Orders};
 use halftone::model::{ModelConfig, Stored};
 use halftone::storage::memory::MemorySource;
 use halftone::text::{ModelText, TextFile};
@@ -31,7 +31,10 @@ fn layer(files: &Files, module: &str) -> Layer {
     let stored = block_on(Stored::open(Rc::new(MemorySource::new("model", files.clone())))).unwrap();
     let config = ModelConfig::of(&stored.checkpoint).unwrap();
     let listed = Subject::layers("model", &config).layers;
-    assert!(listed.iter().any(|of| of.module == module && of.routed == module.contains(".experts.")), "{module}");
+    assert!(
+        listed.iter().any(|of| of.module == module && of.routed == module.contains(".experts.")),
+        "{module}"
+    );
     let none = ModelText::new(None, None, VOCAB, "model");
     let mut subject = Subject::new("model", Rc::new(stored), &none, text(1), &text(2), TOKENS).unwrap();
     block_on(subject.layer(module, async |_, _| true)).unwrap()

@@ -254,7 +254,10 @@ impl Subject {
             }
             if tokens[which] == 0 {
                 return Err(Error::options(
-                    format!("no token of this text comes to {}", stage.linears.first().map_or("it", |of| &of.module)),
+                    format!(
+                        "no token of this text comes to {}",
+                        stage.linears.first().map_or("it", |of| &of.module)
+                    ),
                     "Take more tokens, or another expert",
                 ));
             }

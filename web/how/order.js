@@ -77,7 +77,7 @@ export class Order {
       + (outliers.length ? `${outliers.length} above ${outlier} times the median: columns ${list(outliers)}.` : `None is above ${outlier} times the median.`);
     const row = (name, { loss, held_loss }, mark) => ({ cells: [name, short(loss), percent(loss / rtn.loss), short(held_loss), percent(held_loss / rtn.held_loss)], mark });
     const best = Math.min(...orders.map(({ loss }) => loss));
-    const made = table(`Loss tr(E·H·Eᵀ) of ${rows} rows`, ['order', 'calibration', 'of rounding', 'held-out', 'of rounding'],
+    const made = table(`Loss tr(E·H·Eᵀ) of ${rows} rows`, ['order', 'cali\u00adbration', 'of round\u00ading', 'held-out', 'of round\u00ading'],
       [...orders.map((order) => row(NAMES[order.taken], order, order.loss === best)), row('round to nearest', rtn, false)]);
     made.id = 'order-figures';
     this.#table.replaceChildren(made);

@@ -13,8 +13,8 @@ use super::packed::{Form, TILE};
 
 /// Bytes of an input.
 const DIGITS: usize = 3;
-/// The largest number of three digits from −127 to 127, which inputs are scaled to.
-const MOST: f32 = (127 * (65536 + 256 + 1)) as f32;
+/// What the largest input of a group becomes: below what three digits hold, so that rounding cannot pass it.
+const MOST: f32 = (127 * 65536) as f32;
 /// Slots of a group at most: their products, up to 2¹⁴ each, must not leave 32 bits.
 const LONGEST: usize = 1 << 16;
 /// Inputs taken apart at a time; buffers have so many bytes to spare.
@@ -231,8 +231,7 @@ fn walk<const BITS: u32, const M: usize>(weight: Weight, x: &Digits, sums: &[f32
         for v in 0..WIDE {
             let (scale, zero) = grid_of(grid, v, form.wide);
             for m in 0..M {
-                let digit =
-                    |d: usize| _mm512_cvtepi32_ps(_mm512_add_epi32(acc[m][v][d][0], acc[m][v][d][1]));
+                let digit = |d: usize| _mm512_cvtepi32_ps(_mm512_add_epi32(acc[m][v][d][0], acc[m][v][d][1]));
                 let base = _mm512_set1_ps(256.0);
                 let sum = _mm512_fmadd_ps(_mm512_fmadd_ps(digit(2), base, digit(1)), base, digit(0));
                 let mut sum = _mm512_mul_ps(sum, _mm512_set1_ps(x.units[m * form.groups() + g]));
