@@ -71,10 +71,10 @@ export class Order {
     this.#diagonal.set([sorted.map((_, at) => at + 1), sorted.map(positive), sorted.map((value) => (value > outlier * median ? value : null)),
       sorted.map((value) => (value > 0 ? null : least))]);
     this.#losses.set([rtn.curve.map((_, at) => at + 1), ...orders.map(({ curve }) => curve), rtn.curve]);
-    const list = (columns) => `${columns.slice(0, 8).join(', ')}${columns.length > 8 ? ', …' : ''}`;
+    const list = (columns) => `column${columns.length > 1 ? 's' : ''} ${columns.slice(0, 8).join(', ')}${columns.length > 8 ? ', …' : ''}`;
     this.#marks.textContent = `Median of diag(H): ${short(median)}. `
-      + (dead.length ? `${dead.length} dead: columns ${list(dead)}. ` : 'No dead channel. ')
-      + (outliers.length ? `${outliers.length} above ${outlier} times the median: columns ${list(outliers)}.` : `None is above ${outlier} times the median.`);
+      + (dead.length ? `${dead.length} dead: ${list(dead)}. ` : 'No dead channel. ')
+      + (outliers.length ? `${outliers.length} above ${outlier} times the median: ${list(outliers)}.` : `None is above ${outlier} times the median.`);
     const row = (name, { loss, held_loss }, mark) => ({ cells: [name, short(loss), percent(loss / rtn.loss), short(held_loss), percent(held_loss / rtn.held_loss)], mark });
     const best = Math.min(...orders.map(({ loss }) => loss));
     const made = table(`Loss tr(E·H·Eᵀ) of ${rows} rows`, ['order', 'cali\u00adbration', 'of round\u00ading', 'held-out', 'of round\u00ading'],

@@ -11,8 +11,6 @@ const TASK_BYTES: usize = 32 << 10;
 /// How far ahead words are asked for: what the processor foresees by itself is too little while it
 /// unpacks.
 const AHEAD: usize = 1024;
-/// How far ahead scales are asked for.
-const GROUPS_AHEAD: usize = 8;
 
 /// A packed weight in host memory.
 #[derive(Clone, Copy)]
@@ -236,11 +234,13 @@ fn octet(words: &[u32], first: usize, bit: u32, bits: u32) -> [f32; OCTET] {
 pub(super) mod x86 {
     use std::arch::x86_64::*;
 
-    use super::{AHEAD, GROUPS_AHEAD, TILE, Weight};
+    use super::{AHEAD, TILE, Weight};
     use crate::kernels::simd::prefetch;
 
     /// Vectors of a tile.
     pub const WIDE: usize = TILE / 16;
+    /// How far ahead scales are asked for.
+    const GROUPS_AHEAD: usize = 8;
 
     /// # Safety
     /// The processor has AVX-512F. The weight is one tile; `x` is [M, depth], `out` [M, TILE], and
