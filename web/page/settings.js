@@ -72,10 +72,13 @@ function alpha(choice, share) {
   return choice === 'measured' ? choice : { fixed: choice === 'fixed' ? share : Number(choice) };
 }
 
+/** The share of a fixed correction. Strings have a method of that name. */
+const shareOf = (value) => (typeof value === 'string' ? null : value?.fixed ?? null);
+
 function writeAlpha(value) {
-  const fixed = value?.fixed;
-  form.elements.alpha.value = fixed === undefined ? value ?? '' : fixed === 0 ? '0' : 'fixed';
-  if (fixed) form.elements.alpha_share.value = String(fixed);
+  const share = shareOf(value);
+  form.elements.alpha.value = share === null ? value ?? '' : share === 0 ? '0' : 'fixed';
+  if (share) form.elements.alpha_share.value = String(share);
 }
 
 /** Puts settings, or some of them, into the form. */
@@ -157,9 +160,9 @@ export function describe(settings) {
 
 /** What goes beyond one sweep, as far as it was chosen; stored settings of before may lack it. */
 function corrected({ alpha = null, refit = null, all_experts: all = false }) {
-  const share = alpha?.fixed;
+  const share = shareOf(alpha);
   return [
-    ...(alpha === null ? [] : [share === undefined ? 'correction as measured' : share ? `correction by ${share}` : 'no correction']),
+    ...(alpha === null ? [] : [share === null ? 'correction as measured' : share ? `correction by ${share}` : 'no correction']),
     ...(refit === null ? [] : [refit ? 'scales fitted again' : 'no refit']),
     ...(all ? ['every token for every expert'] : []),
   ];
