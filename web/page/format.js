@@ -59,7 +59,7 @@ export function removed(row) {
 }
 
 /** What was kept of a layer's candidates, as held-out text judged. */
-const KEPT = { full: 'all that was asked', swept: 'without refit', plain: 'plain sweep', rtn: 'rounding' };
+const KEPT = { full: 'all of it', swept: 'without refit', plain: 'plain sweep', rtn: 'rounding' };
 
 /** Share of the correction and what was kept, of a layer that was judged by held-out text. */
 export const judged = ({ held }) => (held ? [String(+held.alpha.toFixed(3)), KEPT[held.choice] ?? held.choice] : ['–', '–']);
