@@ -29,9 +29,9 @@ pub const GROUP_SIZE: Words = words("--group-size", "“Group size”");
 pub const WHOLE_ROW: Words = words("--group-size -1", "the group size “whole row”");
 pub const SYM: Words = words("--sym", "“Zero point”");
 pub const DESC_ACT: Words = words("--desc-act", "“Activation order”");
-// The page leaves the next four to the preset.
-pub const ALPHA: Words = words("--alpha", "the correction");
-pub const REFIT: Words = words("--refit", "the refit of scales");
+pub const ALPHA: Words = words("--alpha", "“Correction”");
+pub const REFIT: Words = words("--refit", "“Refit of scales”");
+// The page leaves the next two to the preset.
 pub const STATIC_GROUPS: Words = words("--static-groups", "the choice of static groups");
 pub const MSE: Words = words("--mse", "the search of scales");
 pub const DAMP_PERCENT: Words = words("--damp-percent", "“Damping”");
@@ -43,7 +43,7 @@ pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the file 
 pub const AS_GPTQ: Words = words("--format gptq", "the file format “gptq”");
 pub const OVERRIDE: Words = words("--override", "“Layers that differ”");
 pub const SKIP: Words = words("--skip", "“left in 16 bits”");
-pub const ALL_EXPERTS: Words = words("--all-experts", "the choice of tokens for experts");
+pub const ALL_EXPERTS: Words = words("--all-experts", "“Calibrate every expert with every token”");
 pub const QUANTIZE_LM_HEAD: Words = words("--quantize-lm-head", "“Quantize the output head too”");
 pub const SHARD_SIZE: Words = words("--shard-size", "“Most in one file”");
 

@@ -126,10 +126,10 @@ impl Tensor {
             Device::Cpu => Self::host(
                 shape,
                 match elem {
-                    Elem::F32 => Host::F32(bytemuck::pod_collect_to_vec(bytes)),
-                    Elem::F16 => Host::F16(bytemuck::pod_collect_to_vec(bytes)),
-                    Elem::BF16 => Host::BF16(bytemuck::pod_collect_to_vec(bytes)),
-                    Elem::U32 => Host::U32(bytemuck::pod_collect_to_vec(bytes)),
+                    Elem::F32 => Host::F32(host::of_bytes(bytes)),
+                    Elem::F16 => Host::F16(host::of_bytes(bytes)),
+                    Elem::BF16 => Host::BF16(host::of_bytes(bytes)),
+                    Elem::U32 => Host::U32(host::of_bytes(bytes)),
                     Elem::U8 => Host::U8(bytes.to_vec()),
                 },
             ),
@@ -219,7 +219,10 @@ impl Tensor {
         let mut shape = self.shape.clone();
         shape[0] += next.shape[0];
         fn both<T: Clone>(a: &[T], b: &[T]) -> Vec<T> {
-            [a, b].concat()
+            let mut both = host::in_large_pages(a.len() + b.len());
+            both.extend_from_slice(a);
+            both.extend_from_slice(b);
+            both
         }
         let data = match (&self.storage, &next.storage) {
             (Storage::Gpu(a), Storage::Gpu(b)) => {

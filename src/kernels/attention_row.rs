@@ -159,6 +159,10 @@ fn mix_of<T: Stored>(found: &mut [f32], q: &[f32], k: &[T], v: &[T], shape: &Att
         let of = |elements| Keys { elements, first, stride, count, head_dim };
         let q = &q[kv_head * sharing * head_dim..][..sharing * head_dim];
         let found = &mut found[kv_head * sharing * step..][..sharing * step];
+        #[cfg(target_arch = "x86_64")]
+        if kv_head == 0 {
+            x86::expect(of(v));
+        }
         T::scores(&mut scores, q, of(k));
         for (scores, found) in scores.chunks_exact_mut(count).zip(found.chunks_exact_mut(step)) {
             (found[head_dim], found[head_dim + 1]) = weigh(scores, scale, cap);

@@ -16,6 +16,8 @@ use crate::tensor::Tensor;
 pub(super) mod cpu;
 mod gpu;
 mod packed;
+#[cfg(target_arch = "x86_64")]
+mod vnni;
 
 pub use gpu::KERNELS;
 pub use packed::{Form, Packed};

@@ -13,7 +13,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::columns::copy;
 use crate::kernels::symmetric::{PANEL, SymmetricPanels};
-use crate::model::arch::{Stage, stages};
+use crate::model::arch::{EXPERT_STAGES, Stage, stages};
 use crate::model::{Block, Embedding, Flow, LinearSpec, ModelConfig, Stored, linear_elem, linear_rows};
 use crate::pipeline::stream::Batches;
 use crate::tensor::Tensor;
@@ -46,6 +46,8 @@ pub struct Listed {
     pub module: String,
     pub rows: usize,
     pub columns: usize,
+    /// It is an expert's, which sees only the tokens that its router sends there.
+    pub routed: bool,
 }
 
 /// The layers of a model.
@@ -58,6 +60,7 @@ pub struct Layers {
 /// What the layers of one stage see.
 pub struct Inputs {
     pub n: usize,
+    /// Those that came to the stage, of an expert's fewer than the text has.
     pub tokens: usize,
     pub held_tokens: usize,
     /// (2/tokens)·XᵀX of the calibration text, as the quantizer takes it.
@@ -131,12 +134,15 @@ impl Subject {
 
     /// The layers of its blocks.
     pub fn layers(name: &str, config: &ModelConfig) -> Layers {
-        let specs =
-            (0..config.layers).flat_map(|block| stages(config, block)).flat_map(|stage| stage.linears);
-        let layers = specs.map(|spec| Listed {
-            module: spec.module,
-            rows: spec.out_features,
-            columns: spec.in_features,
+        let stages = (0..config.layers).flat_map(|block| stages(config, block));
+        let layers = stages.flat_map(|stage| {
+            let routed = EXPERT_STAGES.contains(&stage.name);
+            stage.linears.into_iter().map(move |spec| Listed {
+                module: spec.module,
+                rows: spec.out_features,
+                columns: spec.in_features,
+                routed,
+            })
         });
         Layers { model: name.to_owned(), layers: layers.collect() }
     }
@@ -144,7 +150,8 @@ impl Subject {
     /// A layer by its full name. `tell(done, all)` hears how far the text is on its way to it.
     ///
     /// # Errors
-    /// [`Error::Options`] for a layer that is not there or too wide; those of the source.
+    /// [`Error::Options`] for a layer that is not there or too wide, or an expert to which no token comes; those
+    /// of the source.
     pub async fn layer(
         &mut self,
         module: &str,
@@ -225,6 +232,7 @@ impl Subject {
         let loaded = Block::load(&self.config, block, self.stored.as_ref(), device).await?;
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
         let mut sums = Vec::new();
+        let mut tokens = [0; 2];
         let mut magnitude = vec![0f64; n];
         for (which, (text, stream)) in texts.iter().zip(&mut streams).enumerate() {
             let mut h = SymmetricPanels::zeros(device, n)?;
@@ -236,11 +244,28 @@ impl Subject {
                 }
                 // An expert to which no token of these comes.
                 let Some(x) = flow.inner else { continue };
+                tokens[which] += x.rows();
                 h.accumulate(&x, 2.0 / text.tokens() as f32)?;
                 if which == 0 {
                     for row in x.f32s()?.chunks(n) {
                         magnitude.iter_mut().zip(row).for_each(|(sum, x)| *sum += f64::from(x.abs()));
                     }
+                }
+            }
+            if tokens[which] == 0 {
+                return Err(Error::options(
+                    format!(
+                        "no token of this text comes to {}",
+                        stage.linears.first().map_or("it", |of| &of.module)
+                    ),
+                    "Take more tokens, or another expert",
+                ));
+            }
+            // How many come to an expert is known only now.
+            let share = text.tokens() as f32 / tokens[which] as f32;
+            if share != 1.0 {
+                for panel in &mut h.panels {
+                    panel.f32s_mut()?.iter_mut().for_each(|sum| *sum *= share);
                 }
             }
             sums.push(h);
@@ -257,11 +282,11 @@ impl Subject {
                 "The weights before it overflow in 32-bit arithmetic; check the model file",
             ));
         }
-        let tokens = self.calibration.tokens();
+        let [tokens, held_tokens] = tokens;
         let inputs = Rc::new(Inputs {
             n,
             tokens,
-            held_tokens: self.held.tokens(),
+            held_tokens,
             dense: dense(&hessian)?,
             held: dense(&held)?,
             hessian: Rc::new(hessian),

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::checkpoint::Format;
 use crate::eval::{Comparison, Continuations, LastWords};
+use crate::gptq::scheme::Alpha;
 use crate::lesson;
 use crate::pipeline::{ModulePlan, ModuleRow, Values};
 
@@ -147,6 +148,12 @@ pub struct Settings {
     /// `None` leaves these to the preset.
     pub desc_act: Option<bool>,
     pub damp_percent: f64,
+    /// How far to aim at the original's outputs, and whether to fit the scales once more: `None` leaves
+    /// these to the preset.
+    #[serde(default)]
+    pub alpha: Option<Alpha>,
+    #[serde(default)]
+    pub refit: Option<bool>,
     pub samples: usize,
     pub seq_len: usize,
     pub seed: u64,
@@ -160,6 +167,9 @@ pub struct Settings {
     /// Quantize the output head too.
     #[serde(default)]
     pub lm_head: bool,
+    /// Calibrate every expert with every token.
+    #[serde(default)]
+    pub all_experts: bool,
     /// Bytes of tensors in one file; `None` for what suits the place.
     #[serde(default)]
     pub shard_bytes: Option<u64>,
@@ -351,6 +361,8 @@ pub struct ModelSummary {
     pub quantized_bits: Option<u32>,
     /// The head is the embedding table.
     pub tied: bool,
+    /// Experts of a block, of a mixture.
+    pub experts: Option<usize>,
 }
 
 #[derive(Debug, Clone, Serialize)]

@@ -189,6 +189,7 @@ impl Session {
             dtype: main_dtype(&stored).map_or("none", DType::name).to_owned(),
             quantized_bits: stored.quant.as_ref().map(|quant| quant.scheme.bits),
             tied: config.tie_word_embeddings,
+            experts: config.experts.as_ref().map(|experts| experts.count),
         };
         self.model = Some(Model { name, stored: Rc::new(stored), config, text: None });
         Ok(Event::Model(summary))
@@ -379,8 +380,8 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
         static_groups: None,
         mse: None,
         damp_percent: settings.damp_percent,
-        alpha: None,
-        refit: None,
+        alpha: settings.alpha,
+        refit: settings.refit,
     })
 }
 
@@ -389,7 +390,7 @@ fn output(settings: &Settings) -> Output {
     let skip = |rule: &Rule| rule.values.is_none().then(|| rule.pattern.clone());
     let differs = |rule: &Rule| rule.values.map(|values| Override { pattern: rule.pattern.clone(), values });
     Output {
-        all_experts: false,
+        all_experts: settings.all_experts,
         format: settings.format,
         overrides: rules.clone().filter_map(differs).collect(),
         skip: rules.filter_map(skip).collect(),

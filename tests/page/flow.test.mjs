@@ -216,6 +216,8 @@ test('a conversation with both models, of which one is in small files', LONG, as
   await page.locator('#quantize:enabled').waitFor(LONG);
   await page.click('#quantize');
   await finished(page);
+  // Nothing measures what rounding alone loses.
+  assert.ok(await page.isHidden('#loss-chart') && await page.isHidden('#share-chart') && await page.isVisible('#speed-chart'));
   const names = await page.locator('#result-files a').allTextContents();
   for (const name of ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']) {
     assert.ok(names.includes(name), `${name} is among ${names}`);
@@ -363,6 +365,87 @@ test('a head of its own is quantized too', LONG, async (t) => {
   assert.ok(ours.equals(theirs));
 });
 
+test('correction and refit are planned, shown, and kept by a stopped run', LONG, async () => {
+  const page = await browser.page();
+  await page.click('#choose-demo');
+  await small(page);
+  assert.ok(await page.isHidden('#experts-line'), 'the demo model has no experts');
+  const memory = () => page.locator('#plan-body .legend').textContent();
+  await page.selectOption('[name=refit]', 'false');
+  await page.selectOption('[name=alpha]', '0');
+  await page.locator('#plan-body .legend:not(:has-text("original model"))').waitFor(LONG);
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  const plain = await memory();
+  await page.selectOption('[name=alpha]', 'fixed');
+  await page.fill('[name=alpha_share]', '2');
+  await page.locator('#message-text', { hasText: 'Share of the correction' }).waitFor(LONG);
+  await page.selectOption('[name=alpha]', 'measured');
+  await page.selectOption('[name=refit]', 'true');
+  await page.locator('#plan-body .legend', { hasText: 'original model beside it' }).waitFor(LONG);
+  await page.locator('#quantize:enabled').waitFor(LONG);
+  assert.ok(await page.isHidden('#alpha-share'));
+  assert.notEqual(await memory(), plain);
+  await shot(page, 'correction');
+  await accessible(page, 'correction');
+
+  await page.click('#quantize');
+  await page.locator('#log-rows tr').nth(8).waitFor(LONG);
+  await page.click('#cancel');
+  await page.locator('#again:not([hidden])').waitFor(LONG);
+  await page.reload();
+  await page.locator('#stored-items').getByText('correction as measured · scales fitted again').waitFor(LONG);
+  await page.locator('#stored-items').getByText('Resume').click();
+  await page.click('#choose-demo');
+  await page.locator('#quantize:enabled', { hasText: 'Go on' }).waitFor(LONG);
+  assert.deepEqual([await page.inputValue('[name=alpha]'), await page.inputValue('[name=refit]')], ['measured', 'true']);
+  await page.click('#quantize');
+  await finished(page);
+  assert.ok(await page.locator('#log th', { hasText: 'alpha' }).isVisible());
+  const csv = (await downloaded(page, page.locator('#save-csv'))).bytes.toString().trim().split('\n').map((line) => line.split(','));
+  const [alpha, kept] = ['alpha', 'kept'].map((name) => csv[0].indexOf(name));
+  assert.equal(csv.length, 43);
+  for (const row of csv.slice(1)) {
+    assert.ok(row[alpha] >= 0 && row[alpha] <= 1 && ['full', 'swept', 'plain', 'rtn'].includes(row[kept]), row.join());
+  }
+  assert.ok(csv.slice(1).some((row) => row[alpha] > 0), 'some weights were moved');
+  const shown = await page.locator('#log-rows tr').first().locator('td').allTextContents();
+  assert.equal(shown[10], String(+Number(csv[1][alpha]).toFixed(3)));
+  await shot(page, 'corrected');
+  await accessible(page, 'corrected');
+  clean(page);
+  await page.context().close();
+});
+
+test('experts are calibrated with their own tokens or with all', LONG, async () => {
+  const page = await browser.page();
+  await page.setInputFiles('#folder-input', join(ROOT, 'tests/goldens/models/mixtral'));
+  await page.locator('#settings:not([hidden])').waitFor(LONG);
+  await page.locator('#more').evaluate((more) => { more.open = true; });
+  await page.selectOption('[name=group_size]', '32');
+  await page.check('[name=calibration][value=own]');
+  const rows = Array.from({ length: 16 }, (_, row) => Array.from({ length: 64 }, (_, at) => (row * 131 + at * at * 7 + 3) % 320));
+  const text = rows.map((ids) => JSON.stringify({ input_ids: ids })).join('\n');
+  await page.setInputFiles('#calibration-input', { name: 'rows.jsonl', mimeType: '', buffer: Buffer.from(text) });
+  await page.getByText('1,024 tokens', { exact: true }).waitFor(LONG);
+  const tokens = async () => {
+    await page.locator('#quantize:enabled').waitFor(LONG);
+    await page.click('#quantize');
+    await finished(page);
+    const csv = (await downloaded(page, page.locator('#save-csv'))).bytes.toString().trim().split('\n').map((line) => line.split(','));
+    const [all, own] = ['tokens', 'routed'].map((name) => csv[0].indexOf(name));
+    return csv.slice(1).filter((row) => row[1].includes('.experts.')).map((row) => [Number(row[all]), Number(row[own])]);
+  };
+  const own = await tokens();
+  assert.ok(own.length === 36 && own.some(([all, routed]) => all === routed), own.join('; '));
+  await page.click('#anew');
+  await page.check('[name=all_experts]');
+  const all = await tokens();
+  assert.ok(all.every(([tokens, routed]) => tokens === all[0][0] && routed < tokens), all.join('; '));
+  assert.match(await page.locator('#run-what').textContent(), /every token for every expert/);
+  clean(page);
+  await page.context().close();
+});
+
 test('what cannot be used is refused with the reason', LONG, async () => {
   const page = await browser.page();
   const refused = async (directory, pattern) => {
@@ -462,7 +545,7 @@ test('without WebGPU the page says so and offers the CPU', LONG, async () => {
   const bare = await start({ gpu: false });
   const page = await bare.page();
   await page.getByText('No GPU here.').waitFor(LONG);
-  assert.match(await page.locator('#device-note').textContent(), /adapter/);
+  assert.match(await page.locator('#device-note').textContent(), /^[A-Z].*adapter.*\.$/);
   assert.ok(await page.isChecked('[name=device][value=cpu]'));
   assert.ok(await page.isDisabled('[name=device][value=gpu]'));
   await shot(page, 'no-gpu');

@@ -2,10 +2,13 @@
 // keyboard, fits a narrow screen and is accessible. Its pictures are written for a person to look at.
 
 import assert from 'node:assert/strict';
-import { readFileSync } from 'node:fs';
+import { cpSync, mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
 import { after, before, test } from 'node:test';
 import { createRequire } from 'node:module';
 import { shot, start } from './browser.mjs';
+import { ROOT } from './harness.mjs';
 
 const AXE = readFileSync(createRequire(import.meta.url).resolve('axe-core/axe.min.js'), 'utf8');
 const LONG = { timeout: 300_000 };
@@ -206,6 +209,50 @@ test('lessons on a layer of the demo model', LONG, async () => {
   await page.context().close();
 });
 
+/** A changed copy of a bf16 vector in a safetensors file. */
+function changed16(file, name, change) {
+  const bytes = readFileSync(file);
+  const begin = 8 + Number(bytes.readBigUInt64LE(0));
+  const [from, to] = JSON.parse(bytes.subarray(8, begin))[name].data_offsets;
+  const values = Array.from({ length: (to - from) / 2 }, (_, at) => {
+    const word = Buffer.alloc(4);
+    bytes.copy(word, 2, begin + from + 2 * at, begin + from + 2 * at + 2);
+    return word.readFloatLE();
+  });
+  change(values);
+  values.forEach((value, at) => {
+    const word = Buffer.alloc(4);
+    word.writeFloatLE(value);
+    word.copy(bytes, begin + from + 2 * at, 2);
+  });
+  writeFileSync(file, bytes);
+}
+
+test('dead and outlier channels are marked', LONG, async () => {
+  const folder = mkdtempSync(join(tmpdir(), 'halftone-page-'));
+  const model = join(folder, 'loud');
+  cpSync(join(ROOT, 'web/demo/model'), model, { recursive: true });
+  changed16(join(model, 'model.safetensors'), 'model.layers.0.input_layernorm.weight', (weights) => {
+    weights[7] = 0;
+    weights[40] *= 30;
+  });
+  const page = await browser.page();
+  await page.setInputFiles('#folder-input', model);
+  await page.locator('#settings:not([hidden])').waitFor(LONG);
+  const lesson = await open(page, 'order');
+  await lesson.getByLabel('Model').selectOption('true');
+  await lesson.getByText('1 dead: column 7.').waitFor(LONG);
+  assert.match(await lesson.textContent(), /above 20 times the median: columns? (\d+, )*40[.,]/);
+  await lesson.locator('.uplot').first().waitFor(LONG);
+  // Without a cursor the legend has names and no empty values.
+  assert.equal((await lesson.locator('.u-legend').first().innerText()).replace(/\s/g, ''), 'rankdiag(H)outliersdead');
+  await page.waitForTimeout(500);
+  await shot(page, 'how-channels');
+  assert.deepEqual(page.complaints, []);
+  await page.context().close();
+  rmSync(folder, { recursive: true });
+});
+
 test('a layer of the model that is open, by its address', LONG, async () => {
   const page = await browser.page();
   await page.click('#choose-demo');
@@ -249,6 +296,10 @@ for (const [layout, options] of LAYOUTS) {
       await accessible(page, `${name}, ${layout}`);
       const width = await page.evaluate(() => document.documentElement.scrollWidth);
       assert.ok(width <= page.viewportSize().width, `${name} is ${width} wide`);
+      // A person sees tables whole.
+      if (['order', 'scaling'].includes(name)) {
+        assert.ok(await lesson.locator('.wide-table').evaluateAll((boxes) => boxes.every((box) => box.scrollWidth <= box.clientWidth)), `${name}, ${layout}`);
+      }
     }
     assert.deepEqual(page.complaints, []);
     await page.context().close();

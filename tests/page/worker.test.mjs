@@ -10,8 +10,8 @@ import { after, before, test } from 'node:test';
 import { ROOT, Worker, browse, quantizedNatively, serve, tensors } from './harness.mjs';
 
 const SMALL = {
-  device: 'cpu', preset: 'default', bits: 4, group_size: 64, sym: true, desc_act: null, damp_percent: 0.01,
-  samples: 4, seq_len: 128, seed: 0, max_memory: null, format: 'gptq', rules: [], lm_head: false, shard_bytes: null,
+  device: 'cpu', preset: 'default', bits: 4, group_size: 64, sym: true, desc_act: null, damp_percent: 0.01, alpha: null, refit: null,
+  samples: 4, seq_len: 128, seed: 0, max_memory: null, format: 'gptq', rules: [], lm_head: false, all_experts: false, shard_bytes: null,
 };
 const NAMES = ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'];
 const WEIGHTS = 'model.safetensors';

@@ -37,7 +37,8 @@ export class Order {
     this.#diagonal = new Chart(diagonal, (colours) => ({
       scales: { x: { time: false }, y: { distr: 3 } },
       series: [{ label: 'rank' }, line('diag(H)', colours.accent, short, 'y'),
-        { ...line('outliers', colours.other, short, 'y'), paths: () => null, points: { show: true, size: 6, fill: colours.other } }],
+        { ...line('outliers', colours.other, short, 'y'), paths: () => null, points: { show: true, size: 6, fill: colours.other } },
+        { ...line('dead', colours.ink, () => '0', 'y'), paths: () => null, points: { show: true, size: 6, fill: 'transparent' } }],
       axes: [axis(colours, { label: 'columns, largest first', labelSize: 18, labelFont: '12px system-ui, sans-serif', size: 28 }),
         axis(colours, { size: 58, splits: (plot, _, low, high) => powers(low, high), values: ticks })],
     }));
@@ -64,17 +65,19 @@ export class Order {
   #draw() {
     const { diagonal, median, dead, outliers, outlier, orders, rtn, rows } = this.#answer;
     const sorted = [...diagonal].sort((a, b) => b - a);
-    // A logarithm has no place for zero.
+    // A logarithm has no place for zero: rings at the lowest place stand for it.
     const positive = (value) => (value > 0 ? value : null);
-    this.#diagonal.set([sorted.map((_, at) => at + 1), sorted.map(positive), sorted.map((value) => (value > outlier * median ? value : null))]);
+    const least = Math.min(...sorted.filter((value) => value > 0));
+    this.#diagonal.set([sorted.map((_, at) => at + 1), sorted.map(positive), sorted.map((value) => (value > outlier * median ? value : null)),
+      sorted.map((value) => (value > 0 ? null : least))]);
     this.#losses.set([rtn.curve.map((_, at) => at + 1), ...orders.map(({ curve }) => curve), rtn.curve]);
-    const list = (columns) => `${columns.slice(0, 8).join(', ')}${columns.length > 8 ? ', …' : ''}`;
+    const list = (columns) => `column${columns.length > 1 ? 's' : ''} ${columns.slice(0, 8).join(', ')}${columns.length > 8 ? ', …' : ''}`;
     this.#marks.textContent = `Median of diag(H): ${short(median)}. `
-      + (dead.length ? `${dead.length} dead: columns ${list(dead)}. ` : 'No dead channel. ')
-      + (outliers.length ? `${outliers.length} above ${outlier} times the median: columns ${list(outliers)}.` : `None is above ${outlier} times the median.`);
+      + (dead.length ? `${dead.length} dead: ${list(dead)}. ` : 'No dead channel. ')
+      + (outliers.length ? `${outliers.length} above ${outlier} times the median: ${list(outliers)}.` : `None is above ${outlier} times the median.`);
     const row = (name, { loss, held_loss }, mark) => ({ cells: [name, short(loss), percent(loss / rtn.loss), short(held_loss), percent(held_loss / rtn.held_loss)], mark });
     const best = Math.min(...orders.map(({ loss }) => loss));
-    const made = table(`Loss tr(E·H·Eᵀ) of ${rows} rows`, ['order', 'calibration', 'of rounding', 'held-out', 'of rounding'],
+    const made = table(`Loss tr(E·H·Eᵀ) of ${rows} rows`, ['order', 'cali\u00adbration', 'of round\u00ading', 'held-out', 'of round\u00ading'],
       [...orders.map((order) => row(NAMES[order.taken], order, order.loss === best)), row('round to nearest', rtn, false)]);
     made.id = 'order-figures';
     this.#table.replaceChildren(made);

@@ -147,7 +147,7 @@ export class LayerChoice {
     this.#layer.input.value = place.module;
     const rows = layer.rows > 256 ? `the first 256 of its ${layer.rows} rows` : `all of its ${layer.rows} rows`;
     this.#note.textContent = `H comes from ${count(place.tokens)} tokens of the built-in calibration sample, run through the original `
-      + `blocks before it; a real run takes more. Looked at: ${rows}. “Held-out” is 1,024 tokens of other text.`;
+      + `blocks before it; a real run takes more. ${layer.routed ? 'Of these only the tokens count that the router sends to this expert. ' : ''}Looked at: ${rows}. “Held-out” is 1,024 tokens of other text.`;
     const key = JSON.stringify(place);
     if (this.#known !== key) {
       this.#known = key;

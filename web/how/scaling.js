@@ -62,7 +62,7 @@ export class Scaling {
     const [rtn, , gptq] = methods;
     const [least, heldLeast] = ['loss', 'held_loss'].map((name) => Math.min(...methods.map((method) => method[name])));
     const star = (value, best) => `${value === best ? '★ ' : ''}${short(value)}`;
-    const made = table(`${this.#bits} bits, ${rows} rows: loss tr(E·H·Eᵀ) on ${tokens} tokens of calibration, on ${held_tokens} held out`, ['method', 'calibrated', 'of rounding', 'held-out', 'of rounding'],
+    const made = table(`${this.#bits} bits, ${rows} rows: loss tr(E·H·Eᵀ) on ${tokens} tokens of calibration, on ${held_tokens} held out`, ['method', 'cali\u00adbrated', 'of round\u00ading', 'held-out', 'of round\u00ading'],
       methods.map(({ name, loss, held_loss }) => ({
         cells: [name === 'awq' ? `AWQ, α = ${alpha}` : NAMES[name], star(loss, least), (loss / rtn.loss).toFixed(3), star(held_loss, heldLeast), (held_loss / rtn.held_loss).toFixed(3)], mark: loss === least,
       })));

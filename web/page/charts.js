@@ -48,7 +48,7 @@ class Chart {
     const width = this.#host.clientWidth;
     if (!width || !this.#data) return;
     if (!this.#plot) {
-      const options = { width, height: HEIGHT, ...this.#options(colours()) };
+      const options = { width, height: HEIGHT, hooks: { ready: [reflectCursor], setLegend: [reflectCursor] }, ...this.#options(colours()) };
       // To make one and to draw it first take about as long: each has a frame of its own.
       this.#plot = new uPlot(options, this.#data, (plot, begin) => {
         this.#begin = () => {
@@ -63,6 +63,11 @@ class Chart {
     if (this.#plot.width !== width) this.#plot.setSize({ width, height: HEIGHT });
     this.#plot.setData(this.#data);
   }
+}
+
+/** Without a cursor the legend has names only. */
+function reflectCursor(plot) {
+  plot.root.classList.toggle('idle', plot.cursor.idx === null || plot.cursor.idx === undefined);
 }
 
 function colours() {
@@ -100,8 +105,11 @@ export class Charts {
   #loss;
   #shares;
   #speeds;
+  /** Where charts of losses are. */
+  #byLoss;
 
   constructor({ loss: lossHost, share: shareHost, speed: speedHost }) {
+    this.#byLoss = [lossHost, shareHost];
     this.#loss = new Chart(lossHost, (colours) => ({
       scales: { x: this.#x(), y: { distr: 3 } },
       series: [
@@ -148,8 +156,9 @@ export class Charts {
     }));
   }
 
-  /** Begins anew, for the modules of a plan. */
-  reset(modules) {
+  /** Begins anew, for the modules of a plan. `measured`: their losses will be known. */
+  reset(modules, measured) {
+    for (const host of this.#byLoss) host.closest('figure').hidden = !measured;
     this.#modules = modules;
     this.#index = new Map(modules.map(({ module }, index) => [module, index]));
     this.#rtn = modules.map(() => null);

@@ -32,12 +32,15 @@ function detail(adapter) {
   ].filter(Boolean).join(' ');
 }
 
+/** A reason is written to stand after a colon. */
+const sentence = (text) => `${text[0].toUpperCase()}${text.slice(1).replace(/\.$/, '')}.`;
+
 function note(adapter, reason, simd) {
   const notes = [];
   if (adapter?.software) {
     notes.push('This adapter is a program on the processor and slow: the CPU device does the same work many times faster.');
   }
-  if (reason) notes.push(reason);
+  if (reason) notes.push(sentence(reason));
   if (!simd) notes.push('This browser has no 128-bit vectors for WebAssembly, so the CPU device is slow.');
   return notes.join(' ');
 }

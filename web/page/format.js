@@ -58,5 +58,11 @@ export function removed(row) {
   return row.rtn_loss > 0 && row.gptq_loss !== null ? 1 - row.gptq_loss / row.rtn_loss : null;
 }
 
+/** What was kept of a layer's candidates, as held-out text judged. */
+const KEPT = { full: 'all of it', swept: 'without refit', plain: 'plain sweep', rtn: 'rounding' };
+
+/** Share of the correction and what was kept, of a layer that was judged by held-out text. */
+export const judged = ({ held }) => (held ? [String(+held.alpha.toFixed(3)), KEPT[held.choice] ?? held.choice] : ['–', '–']);
+
 /** "group 64" or "whole row" */
 export const group = (size) => (size < 0 ? 'whole row' : String(size));

@@ -1,8 +1,11 @@
 // The table of quantized layers: grows during a run, can be filtered, and is saved as CSV.
 
 import { byId, element, save } from './dom.js';
-import { count, group, loss, percent, removed } from './format.js';
+import { count, group, judged, loss, percent, removed } from './format.js';
 import { throttled } from './throttle.js';
+
+/** By column, where a cell has one. */
+const CLASSES = { 1: 'text', 10: 'held', 11: 'held' };
 
 export class Log {
   #rows = [];
@@ -36,6 +39,7 @@ export class Log {
     this.#atEnd = true;
     this.#filter.value = '';
     byId('log-rows').replaceChildren();
+    this.#box.classList.remove('judged');
     this.#tell();
   }
 
@@ -44,8 +48,10 @@ export class Log {
     const line = element('tr', { role: 'row' },
       ...[String(row.layer), row.module, String(row.input), String(row.output), String(row.bits), group(row.group),
         row.damp === null ? '–' : String(row.damp), loss(row.rtn_loss), loss(row.gptq_loss),
-        removed(row) === null ? '–' : percent(removed(row)), row.seconds.toFixed(2)]
-        .map((text, at) => element('td', { role: 'cell', className: at === 1 ? 'text' : '' }, text)));
+        removed(row) === null ? '–' : percent(removed(row)), ...judged(row), row.seconds.toFixed(2)]
+        .map((text, at) => element('td', { role: 'cell', className: CLASSES[at] ?? '' }, text)));
+    // What no layer has takes no room.
+    if (row.held) this.#box.classList.add('judged');
     const old = this.#lines.get(row.module);
     this.#lines.set(row.module, line);
     if (old) {

@@ -222,7 +222,7 @@ async function quantize(again) {
     target = await output.place(resultName());
     state.where = target.where;
     log.reset();
-    charts.reset(state.plan.modules);
+    charts.reset(state.plan.modules, state.settings.preset !== 'rtn');
     picture.set(null);
   }
   const resume = again || target.resume || state.resume !== null;

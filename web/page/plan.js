@@ -8,7 +8,7 @@ const PARTS = {
   between_stages: 'between stages',
   weights: 'weights',
   hessian: 'Hessian and factor',
-  original: 'Original model beside it',
+  original: 'original model beside it',
   working: 'working',
 };
 

@@ -1,7 +1,7 @@
 // A finished run as one HTML file that needs nothing else.
 
 import { maker, save } from './dom.js';
-import { count, group, loss, parameters, percent, removed } from './format.js';
+import { count, group, judged, loss, parameters, percent, removed } from './format.js';
 import { sentences } from './evaluate.js';
 import { figures, steps } from './result.js';
 import { describe } from './settings.js';
@@ -60,12 +60,14 @@ const figure = (caption, image) =>
   element('figure', {}, element('figcaption', {}, caption), element('img', { src: image, alt: caption }));
 
 function table(rows) {
-  const head = ['block', 'module', 'in', 'out', 'bits', 'group', 'tokens', 'damp', 'rtn loss', 'gptq loss', 'removed', 'seconds'];
+  const held = rows.some((row) => row.held);
+  const head = ['block', 'module', 'in', 'out', 'bits', 'group', 'tokens', 'damp', 'rtn loss', 'gptq loss', 'removed',
+    ...(held ? ['alpha', 'kept'] : []), 'seconds'];
   const cell = (tag) => (text, at) => element(tag, { className: at === 1 ? 'text' : '' }, text);
   return element('table', {},
     element('thead', {}, element('tr', {}, ...head.map(cell('th')))),
     element('tbody', {}, ...rows.map((row) => element('tr', {}, ...[
       String(row.layer), row.module, String(row.input), String(row.output), String(row.bits), group(row.group), count(row.tokens),
       row.damp === null ? '–' : String(row.damp), loss(row.rtn_loss), loss(row.gptq_loss),
-      removed(row) === null ? '–' : percent(removed(row)), row.seconds.toFixed(2)].map(cell('td'))))));
+      removed(row) === null ? '–' : percent(removed(row)), ...(held ? judged(row) : []), row.seconds.toFixed(2)].map(cell('td'))))));
 }

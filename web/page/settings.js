@@ -5,6 +5,9 @@ import { byId, show } from './dom.js';
 
 const form = byId('settings');
 
+const REFIT = 'After the rounding fits the scales once more, to the codes, and rounds again. Held-out text says where it is kept.';
+const NO_REFIT = 'This preset’s scales follow the order of columns and are not fitted again; with whole rows they can be.';
+
 const HINTS = {
   default: 'Searched scales, columns with the largest inputs first: the least loss, and a file that fast kernels load.',
   reference: 'What the original GPTQ program does, for comparison.',
@@ -26,6 +29,9 @@ let touched = false;
 /** The open model's head is its embedding table. */
 let tied = false;
 
+/** The open model has experts. */
+let experts = false;
+
 /** Returns the settings, or throws with the field that is wrong. */
 export function read() {
   const wrong = Array.from(form.elements).find((field) => field.willValidate && !field.checkValidity());
@@ -35,7 +41,8 @@ export function read() {
   }
   const field = (name) => form.elements[name].value;
   // What a preset has no use for stays in its field, but is not meant.
-  const order = form.elements.desc_act.disabled ? '' : field('desc_act');
+  const meant = (name) => (form.elements[name].disabled ? '' : field(name));
+  const [order, refit] = [meant('desc_act'), meant('refit')];
   const megabytes = (name) => (field(name) === '' ? null : Number(field(name)) * MB);
   return {
     device: field('device'),
@@ -45,6 +52,8 @@ export function read() {
     sym: field('sym') === 'true',
     desc_act: order === '' ? null : order === 'true',
     damp_percent: Number(field('damp_percent')),
+    alpha: alpha(meant('alpha'), Number(field('alpha_share'))),
+    refit: refit === '' ? null : refit === 'true',
     samples: Number(field('samples')),
     seq_len: Number(field('seq_len')),
     seed: Number(field('seed')),
@@ -52,8 +61,24 @@ export function read() {
     format: field('format'),
     rules: rules.read(),
     lm_head: form.elements.lm_head.checked && !tied,
+    all_experts: form.elements.all_experts.checked && experts && field('preset') !== 'rtn',
     shard_bytes: megabytes('shard_bytes'),
   };
+}
+
+/** The protocol's `Alpha`, `null` for the preset's. */
+function alpha(choice, share) {
+  if (choice === '') return null;
+  return choice === 'measured' ? choice : { fixed: choice === 'fixed' ? share : Number(choice) };
+}
+
+/** The share of a fixed correction. Strings have a method of that name. */
+const shareOf = (value) => (typeof value === 'string' ? null : value?.fixed ?? null);
+
+function writeAlpha(value) {
+  const share = shareOf(value);
+  form.elements.alpha.value = share === null ? value ?? '' : share === 0 ? '0' : 'fixed';
+  if (share) form.elements.alpha_share.value = String(share);
 }
 
 /** Puts settings, or some of them, into the form. */
@@ -61,6 +86,7 @@ export function write(settings) {
   for (const [name, value] of Object.entries(settings)) {
     const field = form.elements[name];
     if (name === 'rules') rules.write(value);
+    else if (name === 'alpha') writeAlpha(value);
     else if (!field) continue;
     else if (field.type === 'checkbox') field.checked = value;
     else if (IN_MB.includes(name)) field.value = value === null ? '' : value / MB;
@@ -77,6 +103,7 @@ export function suggest(values) {
 /** What a model leaves to choose. @param model the event `model` */
 export function limit(model) {
   tied = model.tied;
+  experts = model.experts !== null;
   reflect();
 }
 
@@ -102,9 +129,16 @@ function reflect() {
   byId('format-hint').textContent = FORMATS[form.elements.format.value];
   form.elements.lm_head.disabled = tied;
   show(byId('head-hint'), tied ? 'This model’s head is its embedding table, which stays in 16 bits.' : null);
-  for (const name of ['desc_act', 'damp_percent', 'samples', 'seq_len', 'seed']) {
+  for (const name of ['desc_act', 'damp_percent', 'alpha', 'refit', 'samples', 'seq_len', 'seed']) {
     form.elements[name].disabled = preset === 'rtn';
   }
+  const share = form.elements.alpha.value === 'fixed' && preset !== 'rtn';
+  byId('alpha-share').hidden = form.elements.alpha_share.disabled = !share;
+  const following = preset === 'reference' && form.elements.group_size.value !== '-1';
+  if (following) form.elements.refit.disabled = true;
+  byId('refit-hint').textContent = following ? NO_REFIT : REFIT;
+  byId('experts-line').hidden = !experts;
+  form.elements.all_experts.disabled = preset === 'rtn';
   byId('calibration').disabled = preset === 'rtn';
 }
 
@@ -115,10 +149,21 @@ export function describe(settings) {
     settings.group_size < 0 ? 'one group per row' : `groups of ${settings.group_size}`,
     settings.sym ? 'symmetric' : 'asymmetric',
     `preset ${settings.preset}`,
+    ...corrected(settings),
     ...(settings.format === 'gptq' ? [] : [settings.format]),
     ...(settings.lm_head ? ['head too'] : []),
     ...(settings.rules.length ? [`some layers by ${settings.rules.map(({ pattern }) => pattern).join(', ')}`] : []),
     ...(settings.preset === 'rtn' ? [] : [`${settings.samples} × ${settings.seq_len} tokens`]),
     settings.device === 'gpu' ? 'GPU' : 'CPU',
   ].join(' · ');
+}
+
+/** What goes beyond one sweep, as far as it was chosen; stored settings of before may lack it. */
+function corrected({ alpha = null, refit = null, all_experts: all = false }) {
+  const share = shareOf(alpha);
+  return [
+    ...(alpha === null ? [] : [share === null ? 'correction as measured' : share ? `correction by ${share}` : 'no correction']),
+    ...(refit === null ? [] : [refit ? 'scales fitted again' : 'no refit']),
+    ...(all ? ['every token for every expert'] : []),
+  ];
 }

@@ -5,6 +5,11 @@ use std::arch::x86_64::*;
 use half::f16;
 
 use super::Keys;
+use crate::kernels::simd::prefetch;
+
+/// How many keys, or values, ahead memory is asked for: those of one head lie in pieces, which the processor
+/// does not foresee.
+const AHEAD: usize = 16;
 
 /// What both need: AVX2, FMA, F16C, and whole vectors in a head.
 pub fn fits(head_dim: usize) -> bool {
@@ -96,6 +101,30 @@ fn together(heads: usize) -> usize {
     }
 }
 
+/// Asks for what stands [`AHEAD`] rows behind `rows` rows from `index` on. The first head asks for all heads.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn prefetch_ahead<T: Copy>(keys: Keys<T>, index: usize, rows: usize) {
+    if keys.first.is_multiple_of(keys.stride) {
+        prefetch_rows(keys, index + AHEAD, rows);
+    }
+}
+
+/// Asks for the whole rows from `index` on, of all heads.
+#[inline(always)]
+fn prefetch_rows<T: Copy>(keys: Keys<T>, index: usize, rows: usize) {
+    let line = 64 / size_of::<T>();
+    let begin = keys.first + index * keys.stride;
+    for at in (begin..begin + rows * keys.stride).step_by(line) {
+        prefetch(keys.elements.as_ptr().wrapping_add(at));
+    }
+}
+
+/// Asks for the first values, which are needed after all keys.
+pub fn expect<T: Copy>(values: Keys<T>) {
+    prefetch_rows(values, 0, AHEAD.min(values.count));
+}
+
 /// H heads by J keys at a time, at most eight sums.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn score<T: Load, const H: usize, const J: usize>(out: &mut [f32], q: &[f32], keys: Keys<T>) {
@@ -103,6 +132,7 @@ unsafe fn score<T: Load, const H: usize, const J: usize>(out: &mut [f32], q: &[f
     assert!(q.len() == H * head_dim && out.len() == H * count);
     assert!(first + (count - 1) * stride + head_dim <= elements.len());
     for j0 in (0..count).step_by(J) {
+        prefetch_ahead(keys, j0, J);
         // Past the end the last key is taken again.
         let rows: [usize; J] = std::array::from_fn(|j| first + (j0 + j).min(count - 1) * stride);
         let mut sums = [_mm256_setzero_ps(); 8];
@@ -155,6 +185,9 @@ unsafe fn mix<T: Load, const H: usize, const D: usize>(
     for d in (0..head_dim).step_by(8 * D) {
         let mut sums = [[_mm256_setzero_ps(); D]; H];
         for j in 0..count {
+            if d == 0 {
+                prefetch_ahead(values, j, 1);
+            }
             // SAFETY: within the bounds asserted above.
             unsafe {
                 let row = elements.as_ptr().add(first + j * stride + d);

@@ -1,6 +1,8 @@
 //! A packed weight times few rows on the CPU: a tile of outputs at a time, its words streamed once.
 
 use super::packed::{Form, TILE};
+#[cfg(target_arch = "x86_64")]
+use super::vnni;
 use crate::kernels::parallel::{for_chunks, threads};
 use crate::kernels::simd::{half_to_f32, multiversion, prefetch};
 
@@ -31,12 +33,19 @@ pub fn few_rows(weight: Weight, x: &[f32], rows: usize, out: &mut [f32]) {
         true => x.chunks(depth).flat_map(|x| x.chunks(group).map(|x| x.iter().sum::<f32>())).collect(),
         false => vec![],
     };
+    #[cfg(target_arch = "x86_64")]
+    let digits = vnni::Digits::of(&weight.form, x, rows);
     let tiles = out.len() / (rows * TILE);
     let tasks = (weight.words.len() * 4 / TASK_BYTES).clamp(1, 4 * threads());
     let tiles_per_task = tiles.div_ceil(tasks).max(1);
     for_chunks(out, tiles_per_task * rows * TILE, |task, out| {
         for (index, out) in out.chunks_exact_mut(rows * TILE).enumerate() {
             let part = weight.tile(task * tiles_per_task + index);
+            #[cfg(target_arch = "x86_64")]
+            if let Some(digits) = &digits {
+                vnni::tile(part, digits, &sums, out);
+                continue;
+            }
             tile(part, x, &sums, rows, out);
         }
     });
@@ -222,14 +231,16 @@ fn octet(words: &[u32], first: usize, bit: u32, bits: u32) -> [f32; OCTET] {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
+pub(super) mod x86 {
     use std::arch::x86_64::*;
 
     use super::{AHEAD, TILE, Weight};
     use crate::kernels::simd::prefetch;
 
     /// Vectors of a tile.
-    const WIDE: usize = TILE / 16;
+    pub const WIDE: usize = TILE / 16;
+    /// How far ahead scales are asked for.
+    const GROUPS_AHEAD: usize = 8;
 
     /// # Safety
     /// The processor has AVX-512F. The weight is one tile; `x` is [M, depth], `out` [M, TILE], and
@@ -263,6 +274,7 @@ mod x86 {
         let mut total = [[_mm512_setzero_ps(); WIDE]; M];
         let mut words = weight.words.as_ptr();
         for (g, grid) in weight.grid.chunks_exact(form.grid_words() * TILE).enumerate() {
+            prefetch_grid(grid);
             let slots = g * form.group..form.depth.min((g + 1) * form.group);
             // Two sums for each output: one would wait for itself.
             let mut acc = [[[_mm512_setzero_ps(); 2]; WIDE]; M];
@@ -296,7 +308,7 @@ mod x86 {
 
     #[target_feature(enable = "avx512f")]
     #[inline]
-    fn prefetch_words(words: *const u32, rows: usize) {
+    pub fn prefetch_words(words: *const u32, rows: usize) {
         for row in 0..rows {
             for v in 0..WIDE {
                 prefetch(words.wrapping_add(row * TILE + v * 16 + AHEAD));
@@ -304,10 +316,19 @@ mod x86 {
         }
     }
 
+    /// Scales come slowly, a line or two for each group: nothing else asks for them in time.
+    #[target_feature(enable = "avx512f")]
+    #[inline]
+    pub fn prefetch_grid(grid: &[u32]) {
+        for line in (0..grid.len()).step_by(16) {
+            prefetch(grid.as_ptr().wrapping_add(line + GROUPS_AHEAD * grid.len()));
+        }
+    }
+
     /// Scales and zero points of 16 lanes.
     #[target_feature(enable = "avx512f")]
     #[inline]
-    fn grid_of(grid: &[u32], v: usize, wide: bool) -> (__m512, __m512) {
+    pub fn grid_of(grid: &[u32], v: usize, wide: bool) -> (__m512, __m512) {
         assert!(grid.len() >= if wide { 2 * TILE } else { TILE });
         // SAFETY: just checked.
         let load = |at: usize| unsafe { _mm512_loadu_si512(grid.as_ptr().add(at).cast()) };

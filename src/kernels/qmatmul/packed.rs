@@ -12,7 +12,7 @@
 use half::f16;
 
 use crate::checkpoint::GptqLinear;
-use crate::device::Device;
+use crate::device::{Device, host};
 use crate::error::{Error, Result};
 use crate::kernels::columns::ZERO_COLUMN;
 use crate::kernels::parallel::for_chunks;
@@ -151,7 +151,9 @@ impl Packed {
         let form = Form { k, depth: slots.inputs.len(), bits, group: slots.group, wide };
 
         let tiles = n.div_ceil(TILE);
-        let mut words = vec![0u32; tiles * form.word_rows() * TILE];
+        let len = tiles * form.word_rows() * TILE;
+        let mut words = host::in_large_pages(len);
+        words.resize(len, 0u32);
         let mask = (1u64 << bits) - 1;
         for_chunks(&mut words, form.word_rows() * TILE, |tile, words| {
             for lane in 0..TILE.min(n - tile * TILE) {
