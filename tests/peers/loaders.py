@@ -15,6 +15,8 @@ import warnings
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads that spin while they wait are no good beside other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Compiling each layer takes longer than running it once.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # GPTQModel 7.7 divides the processors among threads and fails with fewer than three.

@@ -22,8 +22,8 @@ def halftone(*args, ok=(0,)):
     done = subprocess.run([PROGRAM, *map(str, args)], capture_output=True, text=True)
     if done.returncode in ok:
         return done.stdout
-    said = [line for line in done.stderr.splitlines() if line.startswith("halftone:")]
-    raise Refused(said[-1] if said else f"exit code {done.returncode}: {done.stderr[-300:]}")
+    said = [line for line in done.stderr.splitlines() if line.startswith(("halftone:", "error:"))]
+    raise Refused(said[-1] if said else f"exit code {done.returncode}: {' '.join(done.stderr[-300:].split())}")
 
 
 def version():

@@ -20,18 +20,21 @@ def number(value, form):
 
 
 def cells(result):
+    start = [result.model, result.format, result.scheme, result.loader]
+    if result.refused:
+        return [*start, result.refused, "", "", ""]
     state = "FAILED: " if result.failed else ""
     if result.wide is None:
-        return [result.model, result.format, result.scheme, result.loader, f"{state}{result.layers}", "", "", ""]
+        return [*start, f"{state}{result.layers}", "", "", ""]
     return [
-        result.model, result.format, result.scheme, result.loader, f"{state}{result.layers}",
+        *start, f"{state}{result.layers}",
         number(result.wide, ".1e"), number(result.own, ".2g"), number(100 * result.agree, ".1f"),
     ]  # fmt: skip
 
 
 def tell(result):
     """A line as soon as it is known."""
-    print(" | ".join(cells(result)) if hasattr(result, "wide") else result, flush=True)
+    print(" | ".join(result.cells() if hasattr(result, "cells") else cells(result)), flush=True)
 
 
 def table(head, rows):
@@ -59,6 +62,10 @@ class Document:
     def theirs(self, results):
         head = ["model", "made by", "scheme", "perplexity here", "there", "in f32", "text here"]
         self.add("Other programs' files read by Halftone", "", head, [result.cells() for result in results], results)
+
+    def broken(self, results):
+        text = "A copy with one fault of each kind, and the line that `halftone inspect --check` prints about it."
+        self.add("Broken checkpoints", text, ["of", "what is wrong", "said"], [r.cells() for r in results], results)
 
     def add(self, title, text, head, rows, results):
         self.parts.append(f"## {title}\n\n{text}\n\n{table(head, rows)}\n")

@@ -1,11 +1,12 @@
 """`make peers`: what other programs make of Halftone's files, and Halftone of theirs.
 
-    python tests/peers/run.py --model DIR --work DIR [--parts schemes,families,theirs]
+    python tests/peers/run.py --model DIR --work DIR [--parts schemes,families,theirs,broken]
 
 Writes results.md and results.json into the work directory. Exit code 1 if anything failed that is not known.
 """
 
 import argparse
+import importlib.util
 import json
 import pathlib
 import sys
@@ -14,11 +15,15 @@ import tempfile
 import ours
 
 
+NEEDED = ["torch", "transformers", "optimum", "gptqmodel", "compressed_tensors", "llmcompressor", "datasets"]
+PARTS = "schemes,families,theirs,broken"
+
+
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=pathlib.Path, required=True, help="a Hugging Face directory in 16 bits")
     parser.add_argument("--work", type=pathlib.Path, required=True, help="where results go")
-    parser.add_argument("--parts", default="schemes,families,theirs")
+    parser.add_argument("--parts", default=PARTS, help=f"some of {PARTS}")
     parser.add_argument("--only", default="", help="schemes or families whose name has this in it")
     return parser.parse_args()
 
@@ -29,6 +34,12 @@ def main():
     if not pathlib.Path(ours.PROGRAM).exists():
         sys.exit(f"{ours.PROGRAM} is not there: build it, or name it by HALFTONE=")
     arguments.work.mkdir(parents=True, exist_ok=True)
+
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        sys.exit(f"{sys.executable} has no {', '.join(missing)}: pip install -r tests/peers/requirements.txt")
+    if not (arguments.model / "config.json").exists():
+        sys.exit(f"{arguments.model} is no model directory: there is no config.json")
 
     import report
     import texts
@@ -51,6 +62,10 @@ def main():
             import theirs
 
             document.theirs(theirs.all(arguments.model, name, rows, scratch, tell=report.tell))
+        if "broken" in parts:
+            import broken
+
+            document.broken(broken.all(arguments.model, rows, scratch, tell=report.tell))
     document.write()
     print(f"\n{document.failed} failed of {document.count}; {arguments.work}/results.md has the tables")
     return 1 if document.failed else 0

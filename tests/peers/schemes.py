@@ -1,7 +1,9 @@
 """Every scheme and format: quantized by Halftone, loaded by others, logits compared."""
 
+import json
 import shutil
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import ours
 from loaders import LOADERS, load, said
@@ -60,18 +62,49 @@ class Result:
     agree: float | None = None
     # Not a fault of ours: known and told, in the words of who refused.
     refused: str = ""
-    notes: list = field(default_factory=list)
 
     @property
     def failed(self):
         return not self.refused and (self.wide is None or not self.wide <= LIMIT)
 
 
-# What loaders cannot load, by a part of their own message, with what is to be known about it. Anything
-# else that they refuse is a failure.
-KNOWN = {
-    "does not divide": "refused by Halftone before any work, as it should be",
-}
+
+
+@dataclass
+class Known:
+    """Something that a loader cannot do, which is no failure of ours but must be told."""
+
+    what: str
+    # A part of the loader's own message; nothing where it loads without a word what it cannot read.
+    message: str
+    applies: Callable[[Result, dict], bool]
+
+
+KNOWN = [
+    Known(
+        "GPTQModel takes asymmetric grids in the first format of no other program (gptq_v2 it takes)",
+        "is only supported if produced by gptqmodel",
+        lambda result, quant: result.loader == "GPTQModel" and result.format == "gptq" and not quant["sym"],
+    ),
+    Known(
+        "compressed-tensors has given up actorder \"group\" (static groups it takes)",
+        "actorder",
+        lambda result, quant: result.format == "compressed-tensors" and '"group"' in json.dumps(quant),
+    ),
+    Known(
+        "Transformers does not read \"dynamic\", what differs from layer to layer (GPTQModel does)",
+        "",
+        lambda result, quant: result.loader == "Transformers" and bool(quant.get("dynamic")),
+    ),
+]
+
+
+def judge(result, message, quant):
+    """Notes a known refusal, or a known wrong reading."""
+    for known in KNOWN:
+        if known.message in message and known.applies(result, quant):
+            result.refused = f"known: {known.what}. {message}"[:400]
+            return
 
 
 def compared(result, want, found, own, wide):
@@ -89,15 +122,17 @@ def by_all_loaders(model, directory, format, scheme, rows, rows_file, scratch):
         want, _ = ours.logits(directory, rows_file, scratch)
     except ours.Refused as refused:
         return [Result(model, format, scheme, "Halftone itself", layers=str(refused))]
+    quant = json.loads((directory / "config.json").read_text())["quantization_config"]
     results = []
     for name, loader in LOADERS[format]:
         result = Result(model, format, scheme, name)
         try:
             compared(result, want, *load(loader, directory, format, rows))
+            if result.failed:
+                judge(result, "", quant)
         except Exception as error:  # whatever a loader raises is its answer
             result.layers = said(error)
-            if any(part in str(error) for part in KNOWN):
-                result.refused = result.layers
+            judge(result, f"{type(error).__name__}: {' '.join(str(error).split())}", quant)
         results.append(result)
     return results
 
@@ -114,9 +149,9 @@ def of_model(model, name, rows, scratch, schemes=SCHEMES, formats=FORMATS, tell=
             try:
                 ours.quantize(model, out, calibration, [*options, "--format", format])
             except ours.Refused as refused:
-                message = str(refused)
-                known = any(part in message for part in KNOWN)
-                new = [Result(name, format, scheme, "–", layers=message, refused=message if known else "")]
+                # A group that does not divide a layer is refused before any work, as it should be.
+                known = f"known: {refused}" if "does not divide" in str(refused) else ""
+                new = [Result(name, format, scheme, "–", layers=str(refused), refused=known)]
             else:
                 new = by_all_loaders(name, out, format, scheme, rows["evaluation"], rows_file, scratch)
             for result in new:

@@ -18,10 +18,10 @@ def windows(tokenizer, file, count, length):
 
 
 def rows_of(model):
-    """Of a model with a tokenizer: 8 x 128 tokens to calibrate on, 2 x 64 others to ask about."""
+    """Of a model with a tokenizer: 4 x 64 tokens to calibrate on, 2 x 64 others to ask about."""
     tokenizer = Tokenizer.from_file(str(pathlib.Path(model, "tokenizer.json")))
     return {
-        "calibration": windows(tokenizer, "calibration.txt", 8, 128),
+        "calibration": windows(tokenizer, "calibration.txt", 4, 64),
         "evaluation": windows(tokenizer, "evaluation.txt", 2, 64),
     }
 
