@@ -8,6 +8,7 @@ pub mod config;
 pub mod dtype;
 pub mod floats;
 pub mod format;
+mod fused;
 pub mod gptq;
 pub mod header;
 pub mod linear;

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::checkpoint::Format;
 use crate::eval::{Comparison, Continuations, LastWords};
 use crate::lesson;
-use crate::pipeline::{ModulePlan, ModuleRow, Values};
+use crate::pipeline::{Groups, ModulePlan, ModuleRow, Values};
 
 /// From the page.
 #[derive(Debug, Clone, Deserialize)]
@@ -141,8 +141,7 @@ pub struct Settings {
     /// "default", "reference" or "rtn".
     pub preset: String,
     pub bits: u32,
-    /// −1 for one group per row.
-    pub group_size: i64,
+    pub group_size: Groups,
     pub sym: bool,
     /// `None` leaves these to the preset.
     pub desc_act: Option<bool>,

@@ -79,7 +79,7 @@ MADE = [
     ("GPTQModel", by_gptqmodel, "4 bits, group 32, asym, gptq_v2",
      {"bits": 4, "group_size": 32, "sym": False, "format": "gptq_v2"}),
     ("GPTQModel", by_gptqmodel, "3 bits, group 64", {"bits": 3, "group_size": 64}),
-    ("GPTQModel", by_gptqmodel, "8 bits, rows", {"bits": 8, "group_size": -1}),
+    ("GPTQModel", by_gptqmodel, "8 bits, rows", {"bits": 8, "group_size": -1, "act_group_aware": False}),
     ("llm-compressor", by_llm_compressor, "4 bits, group 64, sym",
      {"num_bits": 4, "group_size": 64, "symmetric": True}),
     ("llm-compressor", by_llm_compressor, "4 bits, group 64, asym",
