@@ -497,6 +497,12 @@ fn fused_layers_are_quantized_as_separate_ones_are() {
             let of = |stored, part: &str| layer(stored, &format!("model.layers.{block}.{prefix}.{part}"));
             let codes: Vec<u8> = parts.iter().flat_map(|part| of(&a, part).codes).collect();
             assert!(codes == of(&b, whole).codes, "block {block}, {whole}");
+            if let [gate, up] = parts {
+                // As they are read where another program has taken the layer apart.
+                assert_eq!(of(&a, gate).above(of(&a, up)), Some(of(&b, whole)));
+                let down = of(&b, "down_proj");
+                assert_eq!(of(&a, gate).above(down), None);
+            }
         }
     }
     assert_eq!(logits(&a, &rows), logits(&b, &rows));

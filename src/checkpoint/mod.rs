@@ -6,9 +6,9 @@
 pub mod compressed;
 pub mod config;
 pub mod dtype;
+mod experts;
 pub mod floats;
 pub mod format;
-mod fused;
 pub mod gptq;
 pub mod header;
 pub mod linear;

@@ -18,8 +18,8 @@ use crate::checkpoint::{
     ZeroFormat, is_weights_file,
 };
 use crate::error::Result;
-use crate::model::ModelConfig;
 use crate::model::arch::{LM_HEAD, LM_HEAD_MODULE, expected_tensors};
+use crate::model::{ModelConfig, apart};
 use crate::storage::Source;
 
 /// How bad something is.
@@ -649,7 +649,7 @@ fn model(checkpoint: &Checkpoint, found: &mut Findings) {
     };
     for (name, shape) in expected_tensors(&config) {
         let module = module_of(&name);
-        if GptqLinear::is_in(checkpoint, module) {
+        if GptqLinear::is_in(checkpoint, module) || apart(checkpoint, module).is_some() {
             continue;
         }
         match checkpoint.info(&name) {

@@ -35,15 +35,19 @@ def with_tokenizer(golden, copy):
     return copy
 
 
+def rows_of(model):
+    vocabulary = texts.vocabulary(model)
+    return {
+        "calibration": texts.random_rows(vocabulary, 16, 64, 1),
+        "evaluation": texts.random_rows(vocabulary, 2, 40, 2),
+    }
+
+
 def all(scratch, only, tell):
     results = []
     for golden in sorted(path for path in GOLDENS.iterdir() if path.is_dir() and only in path.name):
         model = with_tokenizer(golden, scratch / "model")
-        vocabulary = texts.vocabulary(model)
-        rows = {
-            "calibration": texts.random_rows(vocabulary, 16, 64, 1),
-            "evaluation": texts.random_rows(vocabulary, 2, 40, 2),
-        }
+        rows = rows_of(model)
         schemes = SCHEMES | (WITH_HEAD if golden.name == "llama" else {})
         results += of_model(model, golden.name, rows, scratch, schemes, FORMATS, tell)
     return results

@@ -4,12 +4,11 @@ Each loader is asked twice: as it loads the model by itself, in 16 bits, and wit
 32 bits, so that what differs from Halftone's is the reading of the file and no rounding.
 """
 
-import contextlib
-import gc
-import io
 import json
+import multiprocessing
 import os
 import pathlib
+import tempfile
 import warnings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +27,9 @@ import transformers  # noqa: E402
 
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
+# One thread here: threads of this process would not be there in those that it forks.
+THREADS = os.cpu_count()
+torch.set_num_threads(1)
 
 
 def transformers_loads(directory, kind, wide):
@@ -93,20 +95,53 @@ def widen(model):
     return model
 
 
+class Refused(Exception):
+    """What a loader raised, as text."""
+
+
 def load(loader, directory, kind, rows):
-    """(layers, logits as loaded, logits in f32). Raises what the loader raises."""
+    """(layers, logits as loaded, logits in f32). Raises Refused with what the loader raised."""
+    return apart(load_here, loader, directory, kind, rows)
+
+
+def load_here(loader, directory, kind, rows):
+    model = loader(directory, kind, False).eval()
+    found, own = kinds(model), logits_of(model, rows)
+    del model
+    return found, own, logits_of(widen(loader(directory, kind, True).eval()), rows)
+
+
+def apart(work, *arguments):
+    """What `work` returns, from a process of its own.
+
+    GPTQModel changes classes of Transformers while it loads some models, and another loader after it would load
+    what it cannot load by itself.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        process = multiprocessing.get_context("fork").Process(target=answer_to, args=(file.name, work, arguments))
+        process.start()
+        process.join(1200)
+        if process.is_alive():
+            process.kill()
+            raise Refused("it was not done after twenty minutes")
+        if process.exitcode != 0:
+            raise Refused(f"its process ended with {process.exitcode}")
+        raised, answer = torch.load(file.name)
+    if raised:
+        raise Refused(answer)
+    return answer
+
+
+def answer_to(file, work, arguments):
     # What they print goes nowhere; what they raise is told.
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        model = loader(directory, kind, False).eval()
-        found = kinds(model)
-        own = logits_of(model, rows)
-        del model
-        wide = logits_of(widen(loader(directory, kind, True).eval()), rows)
-    gc.collect()
-    return found, own, wide
-
-
-def said(error):
-    """The first line of an exception, short enough for a table."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return f"{type(error).__name__}: {text[:220]}"
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)
+    torch.set_num_threads(THREADS)
+    try:
+        answer = (False, work(*arguments))
+    except Exception as error:  # whatever a loader raises is its answer
+        answer = (True, f"{type(error).__name__}: {' '.join(str(error).split()) or 'without a word'}")
+    torch.save(answer, file)
+    # Their threads are not waited for.
+    os._exit(0)

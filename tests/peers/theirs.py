@@ -1,11 +1,11 @@
 """Checkpoints that GPTQModel and llm-compressor write themselves, read by Halftone."""
 
-import contextlib
-import io
 import math
+import os
 import shutil
 from dataclasses import dataclass
 
+import families
 import loaders
 import ours
 import torch
@@ -46,6 +46,8 @@ class Result:
 def by_gptqmodel(model, out, rows, options):
     from gptqmodel import GPTQModel, QuantizeConfig
 
+    # It leaves a folder of logs where it runs.
+    os.chdir(out.parent)
     quantizer = GPTQModel.load(str(model), QuantizeConfig(**options), device="cpu")
     quantizer.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1)
     quantizer.save(str(out))
@@ -103,8 +105,7 @@ def perplexity(logits, rows):
 def one(result, make, options, model, rows, rows_file, scratch):
     out = scratch / "theirs"
     shutil.rmtree(out, ignore_errors=True)
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        make(model, out, rows["calibration"], options)
+    loaders.apart(make, model.resolve(), out.resolve(), rows["calibration"], options)
     # Neither writes everything that the model came with.
     for path in model.iterdir():
         if path.name.startswith("tokenizer") and not (out / path.name).exists():
@@ -125,17 +126,30 @@ def one(result, make, options, model, rows, rows_file, scratch):
     result.wide = (wide - want).abs().max().item()
 
 
-def all(model, name, rows, scratch, tell):
+# Small models whose tensors GPTQModel calls otherwise than their files do.
+RENAMED = ["phi3", "mixtral", "qwen2_moe"]
+
+
+def told(result, make, options, model, rows, scratch, tell):
     rows_file = ours.write_rows(scratch / "rows.jsonl", rows["evaluation"])
-    results = []
-    for maker, make, scheme, options in MADE:
-        result = Result(name, maker, scheme)
-        try:
-            one(result, make, options, model, rows, rows_file, scratch)
-        except ours.Refused as refused:
-            result.layers = str(refused)
-        except Exception as error:  # whatever they raise is their answer
-            result.layers = loaders.said(error)
-        tell(result)
-        results.append(result)
+    try:
+        one(result, make, options, model, rows, rows_file, scratch)
+    except Exception as error:  # whatever either says is the answer
+        result.layers = f"{type(error).__name__}: {' '.join(str(error).split())}"[:250]
+    tell(result)
+    return result
+
+
+def all(model, name, rows, scratch, tell):
+    results = [
+        told(Result(name, maker, scheme), make, options, model, rows, scratch, tell)
+        for maker, make, scheme, options in MADE
+    ]
+    maker, make, scheme, options = MADE[0]
+    options = options | {"group_size": 32}
+    for name in RENAMED:
+        small = families.with_tokenizer(families.GOLDENS / name, scratch / "model")
+        rows = families.rows_of(small)
+        result = Result(name, maker, "4 bits, group 32")
+        results.append(told(result, make, options, small, rows, scratch, tell))
     return results

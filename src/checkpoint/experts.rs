@@ -1,10 +1,11 @@
-//! Mixtures of experts whose layers are stored with all experts in one tensor, as Transformers 5 holds them in
-//! memory, seen as layers of their own.
+//! Mixtures of experts by one set of names, whatever program has written them.
 //!
-//! `….mlp.experts.gate_up_proj` is [experts, 2 · inner, hidden], each expert's gate above its up, and
-//! `….mlp.experts.down_proj` [experts, hidden, inner]. Each expert's matrix is a run of bytes, so that nothing is
-//! read or copied to take them apart: only names, shapes and places change. They get the names that files with a
-//! tensor for each expert have, which is what loaders of quantized models know.
+//! Transformers 5 holds all experts of a layer in one tensor, and so do some files. `….mlp.experts.gate_up_proj` is
+//! [experts, 2 · inner, hidden], each expert's gate above its up, and `….mlp.experts.down_proj` [experts, hidden,
+//! inner]. Each expert's matrix is a run of bytes, so that nothing is read or copied to take them apart: only names,
+//! shapes and places change. They get the names that files with a tensor for each expert have, which is what engines
+//! know of quantized models. Mixtral's experts have other names in those files than in Transformers 5 and in what
+//! GPTQModel writes with it.
 
 use serde_json::Value;
 
@@ -17,18 +18,23 @@ const DOWN: &str = ".experts.down_proj";
 const MIXTRAL: [&str; 3] = ["w1", "w3", "w2"];
 const USUAL: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 
-/// Replaces such tensors by those of their experts. Tensors of other shapes are left as they are.
-pub fn split(tensors: Vec<TensorInfo>, config: &Value) -> Vec<TensorInfo> {
-    if !tensors.iter().any(is_fused) {
+/// Replaces tensors of all experts by those of each, and names by those that engines know. Tensors of other shapes
+/// are left as they are.
+pub fn by_expert(tensors: Vec<TensorInfo>, config: &Value) -> Vec<TensorInfo> {
+    let mixtral = config.get("model_type").and_then(Value::as_str) == Some("mixtral");
+    let renamed = mixtral && tensors.iter().any(|tensor| tensor.name.contains(".mlp.experts."));
+    if !renamed && !tensors.iter().any(is_fused) {
         return tensors;
     }
-    let mixtral = config.get("model_type").and_then(Value::as_str) == Some("mixtral");
     let [gate, up, down] = if mixtral { MIXTRAL } else { USUAL };
     let mut found = Vec::with_capacity(tensors.len());
     for mut tensor in tensors {
-        if mixtral {
-            // The router beside them has another name as well.
+        if renamed {
+            // That of the router, too.
             tensor.name = tensor.name.replacen(".mlp.", ".block_sparse_moe.", 1);
+            for (name, other) in USUAL.iter().zip(MIXTRAL) {
+                tensor.name = tensor.name.replace(&format!(".{name}."), &format!(".{other}."));
+            }
         }
         match is_fused(&tensor) {
             false => found.push(tensor),
@@ -95,7 +101,7 @@ mod tests {
             tensor("model.layers.0.mlp.gate.weight", &[2, 4], 244),
         ];
         let seen = |model_type: &str| {
-            let found = split(fused.clone(), &json!({ "model_type": model_type }));
+            let found = by_expert(fused.clone(), &json!({ "model_type": model_type }));
             found.into_iter().map(|t| (t.name, t.shape, t.begin, t.end)).collect::<Vec<_>>()
         };
         let name = |rest: &str| format!("{experts}.{rest}.weight");
@@ -117,11 +123,31 @@ mod tests {
         assert_eq!(mixtral[6].0, "model.layers.0.block_sparse_moe.gate.weight");
     }
 
+    /// As GPTQModel writes them.
+    #[test]
+    fn experts_of_mixtral_get_the_names_that_engines_know() {
+        let written = vec![
+            tensor("model.layers.0.mlp.experts.1.up_proj.qweight", &[4, 3], 0),
+            tensor("model.layers.0.mlp.gate.weight", &[4, 3], 24),
+            tensor("model.layers.0.self_attn.q_proj.qweight", &[4, 3], 48),
+        ];
+        let names: Vec<String> =
+            by_expert(written, &json!({ "model_type": "mixtral" })).into_iter().map(|t| t.name).collect();
+        assert_eq!(
+            names,
+            [
+                "model.layers.0.block_sparse_moe.experts.1.w3.qweight",
+                "model.layers.0.block_sparse_moe.gate.weight",
+                "model.layers.0.self_attn.q_proj.qweight"
+            ]
+        );
+    }
+
     #[test]
     fn other_tensors_stay_as_they_are() {
         let plain = vec![tensor("model.layers.0.mlp.experts.0.down_proj.weight", &[4, 3], 0)];
-        assert_eq!(split(plain.clone(), &json!({})), plain);
+        assert_eq!(by_expert(plain.clone(), &json!({})), plain);
         let odd = vec![tensor("a.experts.gate_up_proj", &[2, 5, 4], 0)];
-        assert_eq!(split(odd.clone(), &json!({})), odd);
+        assert_eq!(by_expert(odd.clone(), &json!({})), odd);
     }
 }
