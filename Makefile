@@ -6,7 +6,7 @@ SHELL := /bin/bash
 export PATH := $(or $(CARGO_HOME),$(HOME)/.cargo)/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build demo page serve lint test test-page bench-web
+.PHONY: help setup build demo page serve lint test test-page bench-web peers
 
 help:
 	@echo 'make demo     quantize the embedded demo model at 4, 3 and 2 bits and compare'
@@ -15,6 +15,8 @@ help:
 	@echo 'make serve    build the page and serve it at http://127.0.0.1:8080'
 	@echo 'make test     formatting, lints (native and wasm32) and all tests, the page in a browser too'
 	@echo 'make bench-web products by 4-bit weights beside onnxruntime-web in one browser page'
+	@echo 'make peers    what Transformers, GPTQModel and llm-compressor make of the files, and we of theirs'
+	@echo '              (options: make peers MODEL=DIR PYTHON=... PARTS=schemes)'
 	@echo 'make build    the program, as target/release/halftone'
 	@echo 'make lint     formatting and lints only'
 	@echo 'make setup    install everything that the commands above need'
@@ -75,3 +77,23 @@ bench-web:
 	wasm-bindgen --target web --out-dir target/onnxruntime \
 		$${CARGO_TARGET_DIR:-target}/wasm32-unknown-unknown/release/ours.wasm
 	npm run --silent bench --prefix tests/onnxruntime -- $(ARGS)
+
+# Without PYTHON, one that has what tests/peers/requirements.txt lists, an environment of its own is made,
+# which downloads some gigabytes once. MODEL is a Hugging Face directory in 16 bits.
+MODEL ?= web/demo/model
+PARTS ?= schemes,families,theirs,broken
+PEERS := target/peers
+PYTHON ?= $(PEERS)/venv/bin/python
+
+peers:
+	@scripts/setup build
+	cargo build --release
+	@mkdir -p $(PEERS)
+	@if [ "$(PYTHON)" = "$(PEERS)/venv/bin/python" ] && ! cmp -s tests/peers/requirements.txt $(PEERS)/installed.txt; then \
+		python3 -c 'import venv, ensurepip' 2>/dev/null || { echo 'peers: python3 with venv is missing'; exit 1; }; \
+		echo 'peers: installing tests/peers/requirements.txt into $(PEERS)/venv'; \
+		python3 -m venv $(PEERS)/venv \
+			&& $(PYTHON) -m pip install --quiet -r tests/peers/requirements.txt \
+			&& cp tests/peers/requirements.txt $(PEERS)/installed.txt; \
+	fi
+	$(PYTHON) tests/peers/run.py --model "$(MODEL)" --work $(PEERS)/results --parts $(PARTS)

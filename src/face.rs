@@ -26,6 +26,7 @@ const fn words(option: &'static str, page: &'static str) -> Words {
 pub const PRESET: Words = words("--preset", "“Preset”");
 pub const BITS: Words = words("--bits", "“Bits per weight”");
 pub const GROUP_SIZE: Words = words("--group-size", "“Group size”");
+pub const AUTO_GROUPS: Words = words("--group-size auto", "the group size “largest that divides”");
 pub const WHOLE_ROW: Words = words("--group-size -1", "the group size “whole row”");
 pub const SYM: Words = words("--sym", "“Zero point”");
 pub const DESC_ACT: Words = words("--desc-act", "“Activation order”");
@@ -41,6 +42,7 @@ pub const MAX_MEMORY: Words = words("--max-memory", "“Memory limit”");
 pub const FORMAT: Words = words("--format", "“File format”");
 pub const AS_COMPRESSED: Words = words("--format compressed-tensors", "the file format “compressed-tensors”");
 pub const AS_GPTQ: Words = words("--format gptq", "the file format “gptq”");
+pub const AS_GPTQ_V2: Words = words("--format gptq_v2", "the file format “gptq_v2”");
 pub const OVERRIDE: Words = words("--override", "“Layers that differ”");
 pub const SKIP: Words = words("--skip", "“left in 16 bits”");
 pub const ALL_EXPERTS: Words = words("--all-experts", "“Calibrate every expert with every token”");
@@ -60,10 +62,11 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 27] = [
+pub const ALL: [Words; 29] = [
     PRESET,
     BITS,
     GROUP_SIZE,
+    AUTO_GROUPS,
     WHOLE_ROW,
     SYM,
     DESC_ACT,
@@ -78,6 +81,7 @@ pub const ALL: [Words; 27] = [
     FORMAT,
     AS_COMPRESSED,
     AS_GPTQ,
+    AS_GPTQ_V2,
     OVERRIDE,
     SKIP,
     QUANTIZE_LM_HEAD,

@@ -295,6 +295,45 @@ fn a_head_of_its_own_is_quantized_and_a_tied_one_refused() {
     assert_says(&tied.refusal(), 2, &["--quantize-lm-head", "tie_word_embeddings"]);
 }
 
+/// Hidden size 64, intermediate size 128: each layer has the largest group that fits, an override its own.
+#[test]
+fn automatic_groups_are_the_largest_that_divide_each_layer() {
+    for format in Format::ALL {
+        let output =
+            Output { format, auto_groups: true, ..with(&["o_proj=group_size:16", "gate|up=bits:8"], &[]) };
+        let job = Job { output, ..Job::new("llama", Scheme::preset(Preset::Default, 4, Some(128))) };
+        let plan = job.plan(&job.stored().unwrap()).unwrap();
+        let sizes = |module: &str| {
+            let found = plan.modules.iter().filter(|plan| plan.module.ends_with(module));
+            found.map(|plan| (plan.bits, plan.group)).collect::<std::collections::BTreeSet<_>>()
+        };
+        for (module, size) in
+            [("q_proj", (4, 64)), ("o_proj", (4, 16)), ("up_proj", (8, 64)), ("down_proj", (4, 128))]
+        {
+            assert_eq!(sizes(module), [size].into(), "{module}");
+        }
+        assert_eq!(plan.scheme.group_size, Some(64));
+        let (files, _) = job.run();
+        let stored = open(&files);
+        let quant = stored.quant.as_ref().unwrap();
+        for module in &plan.modules {
+            assert_eq!(
+                quant.scheme_of(&module.module).unwrap().unwrap().group_size,
+                module.group,
+                "{format}"
+            );
+        }
+        let found = block_on(check(Rc::new(MemorySource::new("model", files)))).unwrap();
+        assert_eq!(found.count(Severity::Error), 0, "{found:?}");
+    }
+    // One size for all needs no mention.
+    let output = Output { auto_groups: true, ..with(&[], &["down_proj"]) };
+    let job = Job { output, ..Job::new("llama", Scheme::preset(Preset::Rtn, 4, Some(128))) };
+    let config = config(&job.run().0);
+    assert_eq!(config["quantization_config"]["group_size"], 64);
+    assert!(!config["quantization_config"]["dynamic"].to_string().contains("+:"), "{config}");
+}
+
 #[test]
 fn differences_that_cannot_be_are_refused_before_the_work() {
     let refusal = |output: Output| Job { output, ..Job::new("llama", default4()) }.refusal();
@@ -306,7 +345,11 @@ fn differences_that_cannot_be_are_refused_before_the_work() {
     assert_says(&refusal(with(&[], &["up_proj"])), 2, &["gate_proj (4 bits", "up_proj (16 bits)"]);
     assert_says(&refusal(with(&["dwn=bits:8"], &[])), 2, &["matches no linear layer", "mlp.down_proj"]);
     let group = refusal(with(&["o_proj=group_size:48"], &[]));
-    assert_says(&group, 2, &["--group-size 48 does not divide the 64 inputs", "o_proj", "16, 32, 64"]);
+    assert_says(
+        &group,
+        2,
+        &["--group-size 48 does not divide the 64 inputs", "o_proj", "16, 32, 64", "--group-size auto"],
+    );
     assert_says(&refusal(with(&[], &["."])), 2, &["--skip leaves no layer"]);
     let rtn = Job {
         output: with(&["o_proj=desc_act"], &[]),
@@ -379,6 +422,64 @@ fn as_phi3(files: &Files) -> Files {
     fused
 }
 
+/// A model whose experts are stored with all of a layer's in one tensor, as Transformers 5 holds them.
+fn with_fused_experts(files: &Files, mixtral: bool) -> Files {
+    use safetensors::SafeTensors;
+    use safetensors::tensor::TensorView;
+    let tensors = SafeTensors::deserialize(&files["model.safetensors"]).unwrap();
+    let [gate, up, down] = if mixtral { ["w1", "w3", "w2"] } else { ["gate_proj", "up_proj", "down_proj"] };
+    let mut parts: Vec<(String, Vec<usize>, Vec<u8>)> = Vec::new();
+    for (name, view) in tensors.tensors() {
+        let renamed = name.replace(".block_sparse_moe.", ".mlp.");
+        let Some((prefix, rest)) = name.split_once(".experts.") else {
+            parts.push((renamed, view.shape().to_vec(), view.data().to_vec()));
+            continue;
+        };
+        // The first expert's stand for all.
+        let fused = match rest {
+            _ if rest == format!("0.{gate}.weight") => ("gate_up_proj", &[gate, up][..]),
+            _ if rest == format!("0.{down}.weight") => ("down_proj", &[down][..]),
+            _ => continue,
+        };
+        let mut bytes = Vec::new();
+        let mut experts = 0;
+        while tensors.tensor(&format!("{prefix}.experts.{experts}.{gate}.weight")).is_ok() {
+            for part in fused.1 {
+                let name = format!("{prefix}.experts.{experts}.{part}.weight");
+                bytes.extend_from_slice(tensors.tensor(&name).unwrap().data());
+            }
+            experts += 1;
+        }
+        let shape = vec![experts, view.shape()[0] * fused.1.len(), view.shape()[1]];
+        let (prefix, _) = renamed.split_once(".experts.").unwrap();
+        parts.push((format!("{prefix}.experts.{}", fused.0), shape, bytes));
+    }
+    let views = parts.iter().map(|(name, shape, bytes)| {
+        (name.as_str(), TensorView::new(safetensors::Dtype::BF16, shape.clone(), bytes).unwrap())
+    });
+    let mut fused = files.clone();
+    fused.insert("model.safetensors".into(), safetensors::serialize(views, None).unwrap());
+    fused
+}
+
+/// They are seen as layers of their own: equal logits, and the same result to the last byte.
+#[test]
+fn experts_in_one_tensor_are_read_as_they_are() {
+    for name in ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe"] {
+        let separate = Job::new(name, default4());
+        let files = with_fused_experts(&separate.files, name == "mixtral");
+        assert!(open(&files).checkpoint.source().files().len() == separate.files.len());
+        let header = String::from_utf8_lossy(&files["model.safetensors"][..4000]);
+        assert!(header.contains("mlp.experts.gate_up_proj") && !header.contains("experts.0."), "{name}");
+        let (rows, golden) = expected(name);
+        let (a, b) = (logits(&open(&separate.files), &rows), logits(&open(&files), &rows));
+        assert_eq!(a, b, "{name}");
+        assert!(distance(&b, &golden) < 1e-4, "{name}");
+        let fused = Job { files, ..Job::new(name, default4()) };
+        assert_same(&without_seconds(separate.run().0), &without_seconds(fused.run().0), name);
+    }
+}
+
 /// Rows do not influence each other: a fused layer gets the codes of the layers that it is made of.
 #[test]
 fn fused_layers_are_quantized_as_separate_ones_are() {
@@ -396,6 +497,12 @@ fn fused_layers_are_quantized_as_separate_ones_are() {
             let of = |stored, part: &str| layer(stored, &format!("model.layers.{block}.{prefix}.{part}"));
             let codes: Vec<u8> = parts.iter().flat_map(|part| of(&a, part).codes).collect();
             assert!(codes == of(&b, whole).codes, "block {block}, {whole}");
+            if let [gate, up] = parts {
+                // As they are read where another program has taken the layer apart.
+                assert_eq!(of(&a, gate).above(of(&a, up)), Some(of(&b, whole)));
+                let down = of(&b, "down_proj");
+                assert_eq!(of(&a, gate).above(down), None);
+            }
         }
     }
     assert_eq!(logits(&a, &rows), logits(&b, &rows));

@@ -117,6 +117,27 @@ fn logits_equal_those_of_transformers_on_a_gpu() {
     }
 }
 
+/// A text no longer than those of the first training turns by other factors, beside longer ones too.
+#[test]
+fn short_texts_of_a_stretched_model_turn_as_they_did_before() {
+    let golden = Golden::load("phi3_longrope");
+    let (rows, want) = common::expected_of("phi3_longrope", "short_");
+    let (config, weights) = (&golden.config, golden.weights());
+    for positions in [rows[0].len(), SEQ_LEN] {
+        let embedding = block_on(Embedding::load(config, &weights, &Device::Cpu)).unwrap();
+        let rope = config.rope_tables(&Device::Cpu, positions).unwrap();
+        let mut h = embedding.embed(&rows.concat(), rows[0].len(), 0).unwrap();
+        for layer in 0..config.layers {
+            let block = block_on(Block::load(config, layer, &weights, &Device::Cpu)).unwrap();
+            h = block_on(block.forward(h, rows[0].len(), &rope)).unwrap();
+        }
+        let head = block_on(Head::load(config, &weights, &Device::Cpu)).unwrap();
+        let logits = block_on(head.logits(&h).unwrap().to_f32()).unwrap();
+        let worst = logits.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+        assert!(logits.len() == want.len() && worst <= 2e-3, "{positions}: {worst}");
+    }
+}
+
 #[test]
 fn the_architecture_table_names_every_tensor_of_a_checkpoint() {
     for name in MODELS {

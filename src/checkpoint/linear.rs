@@ -116,6 +116,29 @@ impl GptqLinear {
             .any(|format| checkpoint.info(&format!("{prefix}.{}", format.codes_part())).is_some())
     }
 
+    /// The layer whose rows are those of `self`, then those of `other`; `None` where the two cannot be one.
+    pub fn above(self, other: Self) -> Option<Self> {
+        let alike = (self.k, self.bits, self.groups()) == (other.k, other.bits, other.groups())
+            && self.g_idx == other.g_idx
+            && self.bias.is_some() == other.bias.is_some();
+        if !alike {
+            return None;
+        }
+        let (n, m) = (self.n, other.n);
+        let both = |a: &[f32], b: &[f32]| a.iter().chain(b).copied().collect::<Vec<f32>>();
+        let scales =
+            self.scales.chunks(n).zip(other.scales.chunks(m)).flat_map(|(a, b)| both(a, b)).collect();
+        let zeros = self.zeros.chunks(n).zip(other.zeros.chunks(m));
+        Some(Self {
+            n: n + m,
+            zeros: zeros.flat_map(|(a, b)| a.iter().chain(b).copied()).collect(),
+            codes: [self.codes, other.codes].concat(),
+            scales,
+            bias: self.bias.zip(other.bias).map(|(a, b)| both(&a, &b)),
+            ..self
+        })
+    }
+
     /// Reads the layer `prefix` in the format of `config`. Scales and bias may be F16, BF16 or F32; a
     /// `g_idx` in the file is followed whatever the config says, and without one groups are natural.
     ///

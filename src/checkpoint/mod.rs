@@ -6,6 +6,7 @@
 pub mod compressed;
 pub mod config;
 pub mod dtype;
+mod experts;
 pub mod floats;
 pub mod format;
 pub mod gptq;

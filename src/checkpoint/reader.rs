@@ -7,6 +7,7 @@ use std::rc::Rc;
 use serde_json::Value;
 use xxhash_rust::xxh3::Xxh3;
 
+use super::experts;
 use super::header::{self, LENGTH_BYTES, TensorInfo};
 use super::{CONFIG, INDEX, SINGLE};
 use crate::error::{Error, Result};
@@ -62,7 +63,7 @@ impl Checkpoint {
             found.extend(header.tensors);
         }
 
-        let tensors = index.select(&*source, found)?;
+        let tensors = experts::by_expert(index.select(&*source, found)?, &config);
         let by_name =
             tensors.iter().enumerate().map(|(index, tensor)| (tensor.name.clone(), index)).collect();
         let fingerprint = hasher.digest();

@@ -1,5 +1,7 @@
 //! `halftone eval`: perplexity on a text.
 
+use std::fs::File;
+use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
@@ -8,10 +10,11 @@ use indicatif::ProgressBar;
 use super::open;
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
+use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::eval::{last_words, perplexity};
-use crate::model::ModelConfig;
-use crate::text::{ModelText, Passage, evaluation_segments, passages};
+use crate::eval::{last_words, logits, perplexity};
+use crate::model::{ModelConfig, Stored};
+use crate::text::{ModelText, Passage, Segments, evaluation_segments, passages};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -29,6 +32,10 @@ pub struct Args {
     /// .jsonl of {"text"} passages whose last word is to be foretold, scored too
     #[arg(long, value_name = "FILE")]
     passages: Option<PathBuf>,
+    /// Write the text's logits too, as tensor "logits" [tokens, vocabulary] of a safetensors file, row after
+    /// row in f32: for comparison with other programs, on short texts
+    #[arg(long, value_name = "FILE")]
+    logits: Option<PathBuf>,
     #[command(flatten)]
     device: DeviceArgs,
     /// Print one JSON object
@@ -58,8 +65,16 @@ pub async fn run(args: Args) -> Result<()> {
         (Ok(_), Some(passages)) => Some(last_words(&[&stored], passages, &device, &mut progress).await),
         _ => None,
     };
+    let written = match (&result, &args.logits) {
+        (Ok(_), Some(path)) => {
+            let shape = [segments.report.tokens, config.vocab_size];
+            Some(write_logits(path, shape, &stored, &segments, &device, &mut progress).await)
+        }
+        _ => None,
+    };
     bar.finish_and_clear();
     let result = result?;
+    written.transpose()?;
     let words = words.transpose()?.map(|mut words| words.remove(0));
     if args.json {
         let text = serde_json::to_string_pretty(&serde_json::json!({
@@ -91,6 +106,29 @@ pub async fn run(args: Args) -> Result<()> {
         );
     }
     Ok(())
+}
+
+/// The logits of a text as a safetensors file: a header that says their number, then as they come.
+async fn write_logits(
+    path: &Path,
+    shape: [usize; 2],
+    stored: &Stored,
+    segments: &Segments,
+    device: &Device,
+    progress: &mut impl AsyncFnMut(usize, usize) -> bool,
+) -> Result<()> {
+    let failed = |error: std::io::Error| Error::io("write", path.display(), error);
+    let bytes = 4 * shape[0] as u64 * shape[1] as u64;
+    let tensor = serde_json::json!({"dtype": "F32", "shape": shape, "data_offsets": [0, bytes]});
+    let mut header = serde_json::json!({ "logits": tensor }).to_string();
+    // Padded so that the numbers begin at a multiple of eight.
+    header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
+    let mut file = BufWriter::new(File::create(path).map_err(failed)?);
+    file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
+    file.write_all(header.as_bytes()).map_err(failed)?;
+    let mut write = |part: &[f32]| file.write_all(bytemuck::cast_slice(part)).map_err(failed);
+    logits(stored, segments, device, progress, &mut write).await?;
+    file.flush().map_err(failed)
 }
 
 /// The passages of a file; how many rows are none goes to standard error.

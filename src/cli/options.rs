@@ -6,7 +6,7 @@ use crate::checkpoint::Format;
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::error::Result;
 use crate::gptq::scheme::{Alpha, Choice, Preset, Scheme};
-use crate::pipeline::{Output, Override};
+use crate::pipeline::{Groups, Output, Override};
 use crate::text::SegmentOptions;
 
 /// The grid and the method.
@@ -19,9 +19,10 @@ pub struct SchemeArgs {
     /// Bits per weight: 2, 3, 4 or 8
     #[arg(long, default_value_t = 4)]
     bits: u32,
-    /// Input columns that share a scale; -1 for one group per row
-    #[arg(long, default_value_t = 128, allow_negative_numbers = true, value_name = "N")]
-    group_size: i64,
+    /// Input columns that share a scale; -1 for one group per row; auto for the largest of 128, 64, 32 and 16 that
+    /// divides a layer's inputs, layer by layer
+    #[arg(long, default_value_t = Groups::Size(128), allow_negative_numbers = true, value_name = "N|auto")]
+    group_size: Groups,
     /// Symmetric grid (the default): what every fast kernel loads
     #[arg(long, conflicts_with = "asym")]
     sym: bool,
@@ -73,7 +74,7 @@ impl SchemeArgs {
         Scheme::chosen(&Choice {
             preset,
             bits: self.bits,
-            group_size: self.group_size,
+            group_size: self.group_size.size(),
             sym: !self.asym,
             desc_act: self.desc_act,
             static_groups: self.static_groups,
@@ -129,12 +130,13 @@ impl FormatArg {
 }
 
 impl OutputArgs {
-    pub fn output(&self) -> Result<Output> {
+    pub fn output(&self, scheme: &SchemeArgs) -> Result<Output> {
         Ok(Output {
             format: self.format.format(),
             overrides: self.overrides.iter().map(|text| Override::parse(text)).collect::<Result<_>>()?,
             skip: self.skip.clone(),
             lm_head: self.quantize_lm_head,
+            auto_groups: scheme.group_size == Groups::Auto,
             all_experts: self.all_experts,
         })
     }

@@ -45,8 +45,7 @@ pub struct Request<'a> {
 /// Opens everything and makes the plan.
 pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
     let JobArgs { model, scheme, output, calibration, device, memory } = request.job;
-    let (scheme, shard_bytes) = (scheme.scheme()?, output.shard_bytes());
-    let output = output.output()?;
+    let (scheme, output, shard_bytes) = (scheme.scheme()?, output.output(scheme)?, output.shard_bytes());
     let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
     let config = ModelConfig::of(&stored.checkpoint)?;

@@ -3,6 +3,7 @@
 mod compare;
 mod continuations;
 mod interval;
+mod logits;
 mod pass;
 mod perplexity;
 mod places;
@@ -10,5 +11,6 @@ mod places;
 pub use compare::{Comparison, compare};
 pub use continuations::{Continuations, check_context, continuations};
 pub use interval::Estimate;
+pub use logits::logits;
 pub use perplexity::{Perplexity, perplexity};
 pub use places::{LastWords, last_words};

@@ -502,7 +502,11 @@ impl Block {
                     Reading::Whole(seq_len) => (*seq_len, 0),
                     Reading::Next(cache) => (x.rows(), cache.len()),
                 };
-                if let Some(table) = rope.of(self.layer) {
+                let table = match text {
+                    Reading::Whole(seq_len) => rope.of_text(self.layer, *seq_len),
+                    Reading::Next(_) => rope.of(self.layer),
+                };
+                if let Some(table) = table {
                     rope::apply(&mut q, table, seq_len, start)?;
                     rope::apply(&mut k, table, seq_len, start)?;
                 }

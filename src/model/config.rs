@@ -204,6 +204,8 @@ impl ModelConfig {
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
             return Err(wrong(eps_key, format!("{norm_eps} is not a small positive number")));
         }
+        let rope = Rope::parse(keys, max_position_embeddings)?;
+        rope.check(rotary_dim)?;
         Ok(Self {
             family,
             names: Names::new("model.", "embed_tokens", "layers", "norm"),
@@ -217,7 +219,7 @@ impl ModelConfig {
             norm: NormKind::Rms,
             norm_eps: norm_eps as f32,
             activation,
-            rope: Some(vec![Rope::parse(keys, max_position_embeddings)?; layers]),
+            rope: Some(vec![rope; layers]),
             rotary_dim,
             positions_offset: 0,
             embedding_scale: 1.0,
@@ -487,9 +489,9 @@ mod tests {
         assert!(error(&with(json!({"hidden_act": "mish"}))).contains("\"mish\""));
         assert!(error(&with(json!({"num_local_experts": 8}))).contains("num_local_experts"));
         assert!(error(&with(json!({"partial_rotary_factor": 0.5}))).contains("partial_rotary_factor"));
-        let rope = json!({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}});
+        let rope = json!({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}});
         let text = error(&with(rope));
-        assert!(text.contains("longrope") && text.contains("yarn"), "{text}");
+        assert!(text.contains("spiral") && text.contains("longrope, yarn"), "{text}");
     }
 
     #[test]

@@ -29,5 +29,5 @@ pub use linear::Linear;
 pub use norm::{Norm, NormKind};
 pub use rope::{Rope, RopeKind, RopeTables};
 pub use routing::Routing;
-pub use stored::Stored;
+pub use stored::{Stored, apart};
 pub use weights::{Weights, linear_elem, linear_rows, load_dense_linear, load_f32, load_row_chunks};

@@ -43,6 +43,15 @@ pub enum RopeKind {
         /// Multiplies cosines and sines.
         attention_factor: f64,
     },
+    /// Each pair divided by a number of its own, and larger cosines (Ding et al. 2024, arXiv 2402.13753).
+    LongRope {
+        /// For texts of at most `original_positions`.
+        short: Vec<f64>,
+        /// For longer ones.
+        long: Vec<f64>,
+        original_positions: usize,
+        attention_factor: f64,
+    },
 }
 
 impl Rope {
@@ -132,21 +141,86 @@ impl Rope {
                     attention_factor,
                 }
             }
+            // Early files of Phi-3 call it su.
+            "longrope" | "su" => {
+                let list = |name: &str| {
+                    let value = keys.get(name).and_then(serde_json::Value::as_array);
+                    let numbers = value.map(|list| list.iter().map(serde_json::Value::as_f64).collect());
+                    match numbers {
+                        Some(Some::<Vec<f64>>(list)) if list.iter().all(|&factor| factor > 0.0) => Ok(list),
+                        Some(_) => {
+                            Err(wrong(&format!("{key}.{name}"), "it is not a list of positive numbers"))
+                        }
+                        None => Err(wrong(key, format!("type \"{kind}\" needs a \"{name}\""))),
+                    }
+                };
+                let outside = config.float("original_max_position_embeddings")?;
+                let original = match outside.or(positive("original_max_position_embeddings")?) {
+                    Some(original) if original >= 2.0 => original,
+                    Some(original) => {
+                        return Err(wrong(
+                            "original_max_position_embeddings",
+                            format!("{original} is too few"),
+                        ));
+                    }
+                    None => max_positions as f64,
+                };
+                let factor = positive("factor")?.unwrap_or(max_positions as f64 / original);
+                let attention_factor = match keys.float("attention_factor")? {
+                    Some(given) => given,
+                    None if factor <= 1.0 => 1.0,
+                    None => (1.0 + factor.ln() / original.ln()).sqrt(),
+                };
+                RopeKind::LongRope {
+                    short: list("short_factor")?,
+                    long: list("long_factor")?,
+                    original_positions: original as usize,
+                    attention_factor,
+                }
+            }
             other => {
                 return Err(Error::unsupported(
                     format!("the rope type \"{other}\" is not supported"),
-                    "Supported are default, linear, llama3, yarn",
+                    "Supported are default, linear, llama3, longrope, yarn",
                 ));
             }
         };
         Ok(Self { theta, kind })
     }
 
-    /// Radians per position of each pair, head_dim / 2 of them.
-    pub fn inv_freq(&self, head_dim: usize) -> Vec<f64> {
+    /// Refuses lists of factors that do not fit heads of which `rotary_dim` dimensions turn.
+    pub(super) fn check(&self, rotary_dim: usize) -> Result<()> {
+        let RopeKind::LongRope { short, long, .. } = &self.kind else { return Ok(()) };
+        match [("short_factor", short), ("long_factor", long)]
+            .iter()
+            .find(|(_, list)| list.len() != rotary_dim / 2)
+        {
+            None => Ok(()),
+            Some((name, list)) => Err(wrong(
+                name,
+                format!("it has {} numbers, and heads have {} pairs that turn", list.len(), rotary_dim / 2),
+            )),
+        }
+    }
+
+    /// How many positions turn as those of the shortest texts do; in longer texts all turn otherwise. `None`
+    /// where the length of a text is of no matter.
+    fn original_positions(&self) -> Option<usize> {
+        match self.kind {
+            RopeKind::LongRope { original_positions, .. } => Some(original_positions),
+            _ => None,
+        }
+    }
+
+    /// Radians per position of each pair, head_dim / 2 of them, in texts of at most `positions`.
+    pub fn inv_freq(&self, head_dim: usize, positions: usize) -> Vec<f64> {
         let d = head_dim as f64;
         let plain = (0..head_dim / 2).map(|i| self.theta.powf(-2.0 * i as f64 / d));
         match self.kind {
+            RopeKind::LongRope { ref short, ref long, original_positions, .. } => {
+                let factors = if positions > original_positions { long } else { short };
+                plain.zip(factors).map(|(freq, factor)| freq / factor).collect()
+            }
             RopeKind::Default => plain.collect(),
             RopeKind::Linear { factor } => plain.map(|freq| freq / factor).collect(),
             RopeKind::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => plain
@@ -189,10 +263,12 @@ impl Rope {
         positions: usize,
     ) -> Result<RopeTable> {
         let magnitude = match self.kind {
-            RopeKind::Yarn { attention_factor, .. } => attention_factor,
+            RopeKind::Yarn { attention_factor, .. } | RopeKind::LongRope { attention_factor, .. } => {
+                attention_factor
+            }
             _ => 1.0,
         };
-        let mut inv_freq = self.inv_freq(rotary_dim);
+        let mut inv_freq = self.inv_freq(rotary_dim, positions);
         inv_freq.resize(head_dim / 2, 0.0);
         RopeTable::new(device, &inv_freq, magnitude, positions)
     }
@@ -200,9 +276,17 @@ impl Rope {
 
 /// The tables of a model's layers, each kept once.
 pub struct RopeTables {
-    tables: Vec<RopeTable>,
+    tables: Vec<Tables>,
     /// Which one a layer uses.
     of_layer: Vec<usize>,
+}
+
+/// Those of one way to turn.
+struct Tables {
+    /// For the longest text.
+    longest: RopeTable,
+    /// For texts of at most so many positions, where they turn otherwise.
+    short: Option<(usize, RopeTable)>,
 }
 
 impl RopeTables {
@@ -222,13 +306,29 @@ impl RopeTables {
                 kinds.push(rope);
             }
         }
-        let tables = kinds.into_iter().map(|rope| rope.table(device, head_dim, rotary_dim, positions));
+        let tables = kinds.into_iter().map(|rope| {
+            let table = |positions| rope.table(device, head_dim, rotary_dim, positions);
+            let short = match rope.original_positions().filter(|original| positions > *original) {
+                Some(original) => Some((original, table(original)?)),
+                None => None,
+            };
+            Ok::<_, Error>(Tables { longest: table(positions)?, short })
+        });
         Ok(Self { tables: tables.collect::<Result<_>>()?, of_layer })
     }
 
-    /// That of block `layer`; `None` where positions are not turned.
+    /// That of block `layer` for texts as long as can be; `None` where positions are not turned.
     pub fn of(&self, layer: usize) -> Option<&RopeTable> {
-        self.of_layer.get(layer).map(|&table| &self.tables[table])
+        self.of_layer.get(layer).map(|&table| &self.tables[table].longest)
+    }
+
+    /// That of block `layer` for a text of `seq_len` tokens, all of which are there.
+    pub fn of_text(&self, layer: usize, seq_len: usize) -> Option<&RopeTable> {
+        let Tables { longest, short } = &self.tables[*self.of_layer.get(layer)?];
+        Some(match short {
+            Some((most, short)) if seq_len <= *most => short,
+            _ => longest,
+        })
     }
 }
 
@@ -258,7 +358,7 @@ mod tests {
         let rope = parse(json!({"rope_theta": 10000.0, "rope_scaling": {
             "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}}))
         .unwrap();
-        let got = rope.inv_freq(16);
+        let got = rope.inv_freq(16, 4096);
         for (got, want) in got.iter().zip(YARN_16) {
             assert!((got - want).abs() < 1e-6 * want, "{got} {want}");
         }

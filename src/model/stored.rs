@@ -38,7 +38,19 @@ impl Stored {
 
     /// A quantized layer on `device`, packed unless asked otherwise.
     async fn quantized(&self, spec: &LinearSpec, config: &QuantConfig, device: &Device) -> Result<Linear> {
-        let layer = GptqLinear::read(&self.checkpoint, &spec.module, config).await?;
+        let layer = match apart(&self.checkpoint, &spec.module) {
+            None => GptqLinear::read(&self.checkpoint, &spec.module, config).await?,
+            Some([gate, up]) => {
+                let gate = GptqLinear::read(&self.checkpoint, &gate, config).await?;
+                let up = GptqLinear::read(&self.checkpoint, &up, config).await?;
+                gate.above(up).ok_or_else(|| {
+                    Error::unsupported(
+                        format!("{} is stored as two layers of different schemes or orders", spec.module),
+                        "Quantize the 16-bit model again",
+                    )
+                })?
+            }
+        };
         if (layer.n, layer.k) != (spec.out_features, spec.in_features) {
             return Err(Error::model(
                 &spec.module,
@@ -60,6 +72,13 @@ impl Stored {
         }
         Linear::new(chunks, layer.bias)
     }
+}
+
+/// The layers that a `gate_up_proj` is stored as, where it is not stored as one: GPTQModel takes it apart.
+pub fn apart(checkpoint: &Checkpoint, module: &str) -> Option<[String; 2]> {
+    let stem = module.strip_suffix("gate_up_proj").filter(|_| !GptqLinear::is_in(checkpoint, module))?;
+    let parts = ["gate_proj", "up_proj"].map(|part| format!("{stem}{part}"));
+    parts.iter().all(|part| GptqLinear::is_in(checkpoint, part)).then_some(parts)
 }
 
 impl Weights for Stored {
@@ -86,7 +105,10 @@ impl Weights for Stored {
     fn linear<'a>(&'a self, spec: &'a LinearSpec, device: &'a Device) -> LocalFuture<'a, Result<Linear>> {
         Box::pin(async move {
             match &self.quant {
-                Some(config) if GptqLinear::is_in(&self.checkpoint, &spec.module) => {
+                Some(config)
+                    if GptqLinear::is_in(&self.checkpoint, &spec.module)
+                        || apart(&self.checkpoint, &spec.module).is_some() =>
+                {
                     self.quantized(spec, config, device).await
                 }
                 _ => load_dense_linear(self, spec, device).await,

@@ -18,8 +18,8 @@ use crate::checkpoint::{
     ZeroFormat, is_weights_file,
 };
 use crate::error::Result;
-use crate::model::ModelConfig;
 use crate::model::arch::{LM_HEAD, LM_HEAD_MODULE, expected_tensors};
+use crate::model::{ModelConfig, apart};
 use crate::storage::Source;
 
 /// How bad something is.
@@ -613,7 +613,10 @@ fn tensor_parallel(layers: &[Layer], found: &mut Findings) {
         let (what, size) = if columns { ("input", *k) } else { ("output", *n) };
         let group = if columns { usize::try_from(scheme.group_size).unwrap_or(1).max(1) } else { 1 };
         // Codes of a word stay together.
-        let pack = 32 / scheme.bits.max(1) as usize;
+        let pack = match scheme.bits {
+            3 => 32,
+            bits => 32 / bits.max(1) as usize,
+        };
         let divides = |devices: &usize| {
             let part = size / devices;
             size.is_multiple_of(*devices) && part.is_multiple_of(group) && part.is_multiple_of(pack)
@@ -646,7 +649,7 @@ fn model(checkpoint: &Checkpoint, found: &mut Findings) {
     };
     for (name, shape) in expected_tensors(&config) {
         let module = module_of(&name);
-        if GptqLinear::is_in(checkpoint, module) {
+        if GptqLinear::is_in(checkpoint, module) || apart(checkpoint, module).is_some() {
             continue;
         }
         match checkpoint.info(&name) {

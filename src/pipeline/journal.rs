@@ -85,7 +85,10 @@ impl Journal {
     pub fn check(&self, now: &Inputs) -> Result<()> {
         let was = &self.inputs;
         let (a, b) = (&was.scheme, &now.scheme);
-        let group = |scheme: &Scheme| scheme.group_size.map_or("-1".to_owned(), |size| size.to_string());
+        let group = |scheme: &Scheme, output: &Output| match output.auto_groups {
+            true => "auto".to_owned(),
+            false => scheme.group_size.map_or("-1".to_owned(), |size| size.to_string()),
+        };
         let alpha = |scheme: &Scheme| match scheme.alpha {
             Alpha::Fixed(alpha) => (alpha as f32).to_string(),
             Alpha::Measured => "auto".to_owned(),
@@ -101,7 +104,7 @@ impl Journal {
             (&"the calibration text", was.text.clone(), now.text.clone()),
             (&face::PRESET, format!("{:?}", a.preset), format!("{:?}", b.preset)),
             (&face::BITS, a.bits.to_string(), b.bits.to_string()),
-            (&face::GROUP_SIZE, group(a), group(b)),
+            (&face::GROUP_SIZE, group(a, x), group(b, y)),
             (&face::SYM, a.sym.to_string(), b.sym.to_string()),
             (&face::DESC_ACT, a.desc_act.to_string(), b.desc_act.to_string()),
             (&face::STATIC_GROUPS, a.static_groups.to_string(), b.static_groups.to_string()),

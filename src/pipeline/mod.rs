@@ -9,6 +9,7 @@ pub mod convert;
 pub mod corner;
 pub mod estimate;
 pub mod events;
+mod groups;
 mod inputs;
 pub mod journal;
 mod layer;
@@ -21,6 +22,7 @@ mod unfinished;
 
 pub use corner::Corner;
 pub use events::{Event, Observer};
+pub use groups::Groups;
 pub use plan::{ModulePlan, Plan, PlanOptions, make_plan};
 pub use report::{ModuleRow, RunReport};
 pub use run::{RunOptions, run};

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
+use super::groups::most_common;
 use super::select::{Output, assign};
 use super::stream::MOST_HELD;
 use crate::checkpoint::config::{LM_HEAD, QuantConfig, Scheme as StoredScheme};
@@ -158,8 +159,7 @@ const BATCH_TOKENS: usize = 2048;
 /// [`Error::Model`] for tensors that are missing or misshapen, [`Error::Options`] for a scheme that
 /// does not fit the model, [`Error::Unsupported`] for a model that is quantized already.
 pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Result<Plan> {
-    let scheme = &options.scheme;
-    scheme.check()?;
+    options.scheme.check()?;
     let config = ModelConfig::of(&stored.checkpoint)?;
     if let Some(quant) = &stored.quant {
         return Err(Error::unsupported(
@@ -207,7 +207,12 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     let specs = specs_of(&stages);
     check_extras(stored, &specs)?;
     let mut assigned = HashMap::new();
-    let schemes = assign(scheme, output, &stages.iter().map(|(_, stage)| stage.clone()).collect::<Vec<_>>())?;
+    let mut scheme = options.scheme.clone();
+    let schemes =
+        assign(&options.scheme, output, &stages.iter().map(|(_, stage)| stage.clone()).collect::<Vec<_>>())?;
+    if output.auto_groups {
+        scheme.group_size = most_common(schemes.values().flatten().map(|scheme| scheme.group_size));
+    }
     for (_, stage) in &stages {
         let scale = scale_dtype(stored, output.format, stage)?;
         for spec in &stage.linears {
@@ -272,7 +277,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         keep_between: true,
         tokens: options.tokens,
         warnings: Vec::new(),
-        scheme: scheme.clone(),
+        scheme,
         output: output.clone(),
         assigned,
         config,
@@ -294,6 +299,14 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             "what differs from layer to layer goes to \"dynamic\", which GPTQModel, vLLM and SGLang read; Transformers \
              alone does not, but reads the same of {}",
             face::AS_COMPRESSED
+        ));
+    }
+    let fitted = plan.assigned.values().flatten().any(|assigned| !assigned.scheme.sym);
+    if fitted && output.format == Format::Gptq {
+        plan.warnings.push(format!(
+            "GPTQModel refuses asymmetric grids in the first GPTQ format unless it wrote them itself; Transformers \
+             takes them, and both take those of {}",
+            face::AS_GPTQ_V2
         ));
     }
     let ordered = plan.assigned.values().flatten().any(|assigned| assigned.scheme.needs_g_idx());
@@ -381,14 +394,6 @@ fn check_tensors(stored: &Stored, config: &ModelConfig) -> Result<()> {
                 ));
             }
             None => {
-                let fused =
-                    name.split_once(".experts.").map(|(before, _)| format!("{before}.experts.gate_up_proj"));
-                if let Some(fused) = fused.filter(|name| stored.checkpoint.info(name).is_some()) {
-                    return Err(Error::unsupported(
-                        format!("{fused} holds all experts of a layer in one tensor"),
-                        "Save the model with Transformers 5, which writes each expert for itself",
-                    ));
-                }
                 return Err(Error::model(
                     place(),
                     format!("tensor {name} is missing"),
@@ -469,13 +474,18 @@ fn check_groups(
             .collect();
         let legal = match legal.is_empty() {
             true => {
-                format!("Use {}; no usual size divides all of these layers", face::WHOLE_ROW)
+                format!(
+                    "Use {}, which gives each layer its own, or {}; no usual size divides all of these layers",
+                    face::AUTO_GROUPS,
+                    face::WHOLE_ROW
+                )
             }
             false => format!(
-                "Use {} or one that divides all of this model's layers: {}; or another for some by {} \
-                 '{}=group_size:…'",
-                face::WHOLE_ROW,
+                "Use one that divides all of this model's layers: {}; {}, which gives each layer the largest that \
+                 fits; {}; or another for some by {} '{}=group_size:…'",
                 legal.join(", "),
+                face::AUTO_GROUPS,
+                face::WHOLE_ROW,
                 face::OVERRIDE,
                 spec.short
             ),

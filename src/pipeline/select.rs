@@ -6,6 +6,7 @@ use std::fmt;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
+use super::groups;
 use crate::checkpoint::Format;
 use crate::error::{Error, Result};
 use crate::face::{self, Words};
@@ -22,6 +23,9 @@ pub struct Output {
     pub skip: Vec<String>,
     /// Quantize the output head too.
     pub lm_head: bool,
+    /// Each layer's own largest group size instead of the scheme's.
+    #[serde(default)]
+    pub auto_groups: bool,
     /// Every token makes every expert's Hessian.
     #[serde(default)]
     pub all_experts: bool,
@@ -155,7 +159,7 @@ pub fn assign(base: &Scheme, output: &Output, stages: &[Stage]) -> Result<HashMa
     for entry in &output.overrides {
         let regex = entry.regex()?;
         check_matches(face::OVERRIDE, &entry.pattern, &regex, &modules)?;
-        overrides.push((regex, entry.scheme(base)?));
+        overrides.push((regex, entry.scheme(base)?, entry.values.group_size.is_some()));
     }
     let mut assigned = HashMap::new();
     for stage in stages {
@@ -165,8 +169,12 @@ pub fn assign(base: &Scheme, output: &Output, stages: &[Stage]) -> Result<HashMa
             let scheme = match skips.iter().any(|regex| regex.is_match(module)) {
                 true => None,
                 false => {
-                    let differs = overrides.iter().find(|(regex, _)| regex.is_match(module));
-                    Some(differs.map_or(base, |(_, scheme)| scheme).clone())
+                    let differs = overrides.iter().find(|(regex, _, _)| regex.is_match(module));
+                    let mut scheme = differs.map_or(base, |(_, scheme, _)| scheme).clone();
+                    if output.auto_groups && differs.is_none_or(|(_, _, sized)| !sized) {
+                        scheme.group_size = groups::largest(spec.in_features);
+                    }
+                    Some(scheme)
                 }
             };
             if let Some((other, of_other)) = before.as_ref().filter(|(_, of_other)| *of_other != scheme) {

@@ -14,7 +14,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pipeline::journal::{JOURNAL, Journal};
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{RunOptions, RunReport, run};
+use crate::pipeline::{Groups, RunOptions, RunReport, run};
 use crate::storage::Sink;
 use crate::storage::browser::{FolderSink, PrivateSink, children};
 
@@ -171,7 +171,7 @@ fn done(report: RunReport, stored: Option<String>) -> Event {
 /// What a result is called: letters that every file system takes.
 fn name_of(model: &str, settings: &Settings) -> String {
     let group = match settings.group_size {
-        -1 => String::new(),
+        Groups::Size(-1) => String::new(),
         size => format!("-g{size}"),
     };
     let format = match settings.format {

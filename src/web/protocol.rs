@@ -11,7 +11,7 @@ use crate::checkpoint::Format;
 use crate::eval::{Comparison, Continuations, LastWords};
 use crate::gptq::scheme::Alpha;
 use crate::lesson;
-use crate::pipeline::{ModulePlan, ModuleRow, Values};
+use crate::pipeline::{Groups, ModulePlan, ModuleRow, Values};
 
 /// From the page.
 #[derive(Debug, Clone, Deserialize)]
@@ -142,8 +142,7 @@ pub struct Settings {
     /// "default", "reference" or "rtn".
     pub preset: String,
     pub bits: u32,
-    /// −1 for one group per row.
-    pub group_size: i64,
+    pub group_size: Groups,
     pub sym: bool,
     /// `None` leaves these to the preset.
     pub desc_act: Option<bool>,

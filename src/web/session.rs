@@ -21,7 +21,7 @@ use crate::gptq::scheme::{Choice, Preset, Scheme};
 use crate::kernels::selftest::open_gpu;
 use crate::model::arch::expected_tensors;
 use crate::model::{ModelConfig, Stored};
-use crate::pipeline::{Output, Override, Plan, PlanOptions, estimate, make_plan};
+use crate::pipeline::{Groups, Output, Override, Plan, PlanOptions, estimate, make_plan};
 use crate::storage::Source;
 use crate::storage::browser::{FileSource, reason};
 use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents};
@@ -374,7 +374,7 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
     Scheme::chosen(&Choice {
         preset,
         bits: settings.bits,
-        group_size: settings.group_size,
+        group_size: settings.group_size.size(),
         sym: settings.sym,
         desc_act: settings.desc_act,
         static_groups: None,
@@ -395,6 +395,7 @@ fn output(settings: &Settings) -> Output {
         overrides: rules.clone().filter_map(differs).collect(),
         skip: rules.filter_map(skip).collect(),
         lm_head: settings.lm_head,
+        auto_groups: settings.group_size == Groups::Auto,
     }
 }
 

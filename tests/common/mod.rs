@@ -11,13 +11,14 @@ use halftone::device::{AdapterChoice, Device, Gpu, GpuOptions, pick_adapter};
 use pollster::block_on;
 use safetensors::SafeTensors;
 
-pub const MODELS: [&str; 15] = [
+pub const MODELS: [&str; 16] = [
     "llama",
     "llama_tied_rope3",
     "mistral_sliding",
     "qwen2",
     "qwen3",
     "phi3",
+    "phi3_longrope",
     "gpt_neox",
     "opt",
     "gpt2",
@@ -59,11 +60,17 @@ pub fn jsonl(rows: &[Vec<u32>]) -> String {
 
 /// The ids [2, 40] that the golden logits [2, 40, vocab] belong to, and those.
 pub fn expected(name: &str) -> (Vec<Vec<u32>>, Vec<f32>) {
+    expected_of(name, "")
+}
+
+/// The same of tensors whose names begin otherwise.
+pub fn expected_of(name: &str, prefix: &str) -> (Vec<Vec<u32>>, Vec<f32>) {
     let bytes = std::fs::read(directory(name).join("expected.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    let ids: Vec<u32> = bytemuck::pod_collect_to_vec(tensors.tensor("input_ids").unwrap().data());
-    let logits = bytemuck::pod_collect_to_vec(tensors.tensor("logits").unwrap().data());
-    (ids.chunks(40).map(<[u32]>::to_vec).collect(), logits)
+    let tensor = |name: &str| tensors.tensor(&format!("{prefix}{name}")).unwrap();
+    let ids: Vec<u32> = bytemuck::pod_collect_to_vec(tensor("input_ids").data());
+    let logits = bytemuck::pod_collect_to_vec(tensor("logits").data());
+    (ids.chunks(tensor("input_ids").shape()[1]).map(<[u32]>::to_vec).collect(), logits)
 }
 
 /// exp of the mean of −ln p over what each row predicts, from its logits.

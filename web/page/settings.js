@@ -48,7 +48,7 @@ export function read() {
     device: field('device'),
     preset: field('preset'),
     bits: Number(field('bits')),
-    group_size: Number(field('group_size')),
+    group_size: field('group_size') === 'auto' ? 'auto' : Number(field('group_size')),
     sym: field('sym') === 'true',
     desc_act: order === '' ? null : order === 'true',
     damp_percent: Number(field('damp_percent')),
@@ -146,7 +146,8 @@ function reflect() {
 export function describe(settings) {
   return [
     `${settings.bits} bits`,
-    settings.group_size < 0 ? 'one group per row' : `groups of ${settings.group_size}`,
+    settings.group_size === 'auto' ? 'groups as large as divide'
+      : settings.group_size < 0 ? 'one group per row' : `groups of ${settings.group_size}`,
     settings.sym ? 'symmetric' : 'asymmetric',
     `preset ${settings.preset}`,
     ...corrected(settings),

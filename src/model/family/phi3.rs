@@ -9,7 +9,8 @@ use crate::model::config::{Defaults, Keys, ModelConfig};
 pub static PHI3: Family = Family { name: "phi3", configure, block };
 
 fn configure(family: &'static Family, keys: &Keys) -> Result<ModelConfig> {
-    let mut config = ModelConfig::common(family, keys, &Defaults { kv_heads: false, ..Defaults::default() })?;
+    let defaults = Defaults { kv_heads: false, rotary_share: Some(1.0), ..Defaults::default() };
+    let mut config = ModelConfig::common(family, keys, &defaults)?;
     config.sliding_window = vec![keys.window(None)?; config.layers];
     Ok(config)
 }
