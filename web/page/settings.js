@@ -5,7 +5,7 @@ import { byId, show } from './dom.js';
 
 const form = byId('settings');
 
-const REFIT = 'After the rounding fits the scales once more, to the codes, and rounds again. Held-out text says where it is kept.';
+const REFIT = 'After the rounding fits the scales to the codes and moves codes, group by group. Held-out text says where that is kept.';
 const NO_REFIT = 'This preset’s scales follow the order of columns and are not fitted again; with whole rows they can be.';
 
 const HINTS = {
