@@ -306,6 +306,26 @@ fn last_words_are_scored_beside_perplexity() {
 }
 
 #[test]
+fn methods_are_measured_over_seeds() {
+    let common = ["--samples", "6", "--seq-len", "64", "--windows", "3", "--seeds", "2", "--device", "cpu"];
+    let grid =
+        ["--bits", "3", "--group-size", "32,64", "--methods", "rtn,default+alpha=auto+refit", "--json"];
+    let rows = json(halftone(["bench", "quality"].iter().chain(&common).chain(&grid)));
+    let rows = rows.as_array().unwrap();
+    let cells: Vec<_> = rows.iter().map(|row| (row["group"].as_f64(), row["method"].as_str())).collect();
+    let best = Some("default+alpha=auto+refit");
+    let groups = [Some(32.0), Some(64.0)];
+    assert_eq!(cells, groups.map(|group| [(group, Some("rtn")), (group, best)]).concat());
+    for pair in rows.chunks(2) {
+        let of = |row: usize, what: &str| pair[row][what].as_f64().unwrap();
+        assert_eq!((of(0, "seeds"), of(0, "±"), of(1, "seeds")), (1.0, 0.0, 2.0));
+        assert!(of(1, "±") > 0.0 && of(1, "16-bit") < of(1, "perplexity"));
+        assert!(of(1, "KL") < of(0, "KL") && of(1, "perplexity") < of(0, "perplexity"));
+    }
+    fails(halftone(["bench", "quality", "--bits", "5"]), 2, &["--bits 5"]);
+}
+
+#[test]
 fn quantize_prints_one_json_object() {
     let place = Place::new("llama");
     let object =

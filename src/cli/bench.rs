@@ -33,6 +33,8 @@ enum What {
     Layer(LayerArgs),
     /// A whole run over a model directory, by step
     Model(ModelArgs),
+    /// What methods make of models: perplexity and divergence over bits, groups and calibration seeds
+    Quality(super::bench_quality::Args),
     /// Reading a prompt and generating from a dense or quantized model
     Decode(super::bench_decode::Args),
     /// Products of packed weights, against 16-bit ones and what the device can do
@@ -78,6 +80,7 @@ pub async fn run(args: Args) -> Result<()> {
         What::Cholesky(args) => bench_cholesky(args).await,
         What::Layer(args) => bench_layer(args).await,
         What::Model(args) => bench_model(args).await,
+        What::Quality(args) => super::bench_quality::run(args).await,
         What::Decode(args) => super::bench_decode::run(args).await,
         What::Qmatmul(args) => super::bench_qmatmul::run(args).await,
     }

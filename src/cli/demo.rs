@@ -6,16 +6,14 @@ use indicatif::ProgressBar;
 
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
+use super::trial::trial;
 use super::{open, table};
-use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::demo;
 use crate::error::{Error, Result};
 use crate::eval::perplexity;
 use crate::gptq::scheme::{Preset, Scheme};
 use crate::model::{ModelConfig, Stored};
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{Event, Observer, Output, PlanOptions, RunOptions, make_plan, run as run_pipeline};
-use crate::storage::memory::MemorySink;
 use crate::text::{ModelText, SegmentOptions, calibration_segments, evaluation_segments};
 
 #[derive(clap::Args)]
@@ -43,16 +41,6 @@ struct Row {
 const SEQ_LEN: usize = 256;
 const GROUP: usize = 64;
 
-struct Stoppable<'a>(&'a std::sync::atomic::AtomicBool);
-
-impl Observer for Stoppable<'_> {
-    fn event(&mut self, _: Event) {}
-
-    fn stop_requested(&self) -> bool {
-        self.0.load(std::sync::atomic::Ordering::SeqCst)
-    }
-}
-
 pub async fn run(args: Args) -> Result<()> {
     let device = open::device(&args.device).await?;
     let stored = Stored::open(Rc::new(demo::source())).await?;
@@ -77,32 +65,7 @@ pub async fn run(args: Args) -> Result<()> {
     for bits in [4, 3, 2] {
         for preset in [Preset::Rtn, Preset::Reference, Preset::Default] {
             let scheme = Scheme::preset(preset, bits, Some(GROUP));
-            let (tokens, longest) =
-                if scheme.needs_inputs() { (calibration.report.tokens, SEQ_LEN) } else { (0, 0) };
-            let options = PlanOptions {
-                output: Output::default(),
-                scheme,
-                tokens,
-                longest,
-                max_memory: u64::MAX,
-                batch_tokens: None,
-                shard_bytes: DEFAULT_SHARD_BYTES,
-            };
-            let plan = make_plan(&stored, &options, &device)?;
-            let sink = MemorySink::new();
-            let nothing = RunOptions { calibration: String::new(), resume: false };
-            let mut observer = Stoppable(&stop);
-            let report = run_pipeline(
-                &stored,
-                &plan,
-                &calibration,
-                &device,
-                Rc::new(sink.clone()),
-                &nothing,
-                &mut observer,
-            )
-            .await?;
-            let quantized = Stored::open(Rc::new(sink.to_source())).await?;
+            let (quantized, report) = trial(&stored, &scheme, &calibration, &device, &stop).await?;
             let result = perplexity(&quantized, &evaluation, &device, &going_on).await?;
             rows.push(Row {
                 bits,

@@ -12,6 +12,7 @@ mod adapters;
 mod bench;
 mod bench_decode;
 mod bench_qmatmul;
+mod bench_quality;
 mod chat;
 mod compare;
 mod convert;
@@ -26,6 +27,7 @@ mod progress;
 mod quantize;
 mod sampling;
 mod table;
+mod trial;
 
 use std::process::ExitCode;
 

@@ -45,12 +45,12 @@ pub struct SchemeArgs {
     /// what rows held out of the calibration text say
     #[arg(long, value_parser = parse_alpha, value_name = "auto|SHARE")]
     alpha: Option<Alpha>,
-    /// Fit the scales once more, to the codes, and sweep again; `=false` switches it off
+    /// After the sweep fit scales to the codes and move codes, group by group; `=false` switches it off
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     refit: Option<bool>,
 }
 
-fn parse_alpha(text: &str) -> Result<Alpha, String> {
+pub fn parse_alpha(text: &str) -> Result<Alpha, String> {
     match text {
         "auto" => Ok(Alpha::Measured),
         _ => text.parse().map(Alpha::Fixed).map_err(|_| "neither auto nor a number from 0 to 1".to_owned()),
