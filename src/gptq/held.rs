@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::gather;
 use crate::kernels::gemm::linear;
@@ -17,6 +17,33 @@ pub enum Goal {
     Inputs(Tensor),
     /// y, [tokens, rows].
     Outputs(Tensor),
+}
+
+impl Goal {
+    /// With its rows as `f` makes them.
+    ///
+    /// # Errors
+    /// Those of `f`.
+    pub fn map(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(match self {
+            Self::Own => Self::Own,
+            Self::Inputs(x) => Self::Inputs(f(x)?),
+            Self::Outputs(y) => Self::Outputs(f(y)?),
+        })
+    }
+
+    /// With the rows of the next tokens behind its own.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] for a goal of another kind; those of the device.
+    pub fn joined(self, next: Self) -> Result<Self> {
+        Ok(match (self, next) {
+            (Self::Own, Self::Own) => Self::Own,
+            (Self::Inputs(rows), Self::Inputs(next)) => Self::Inputs(rows.joined(&next)?),
+            (Self::Outputs(rows), Self::Outputs(next)) => Self::Outputs(rows.joined(&next)?),
+            _ => return Err(Error::Internal("goals of two kinds".into())),
+        })
+    }
 }
 
 /// A stage's inputs on rows that were held out.

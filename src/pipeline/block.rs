@@ -6,7 +6,7 @@
 
 use web_time::Instant;
 
-use super::inputs::{Beside, StageInputs, Weighing};
+use super::inputs::{Beside, JUDGES, StageInputs, Weighing};
 use super::layer::{Place, Rows};
 use super::plan::{block_copies, stage_flops};
 use super::run::Run;
@@ -164,7 +164,9 @@ impl Run<'_> {
             (None, Some(_)) if compared => (Beside::Inputs, None),
             _ => (Beside::Nothing, None),
         };
-        let mut inputs = StageInputs::new(self.device, &beside, n, rows.count)?;
+        // Few tokens come to an expert; all of them judge.
+        let every = if rows.routed.is_some() { 1 } else { self.batches.held_tokens().div_ceil(JUDGES) };
+        let mut inputs = StageInputs::new(self.device, &beside, n, rows.count, every.max(1))?;
         let of_all = rows.all && rows.routed.is_some();
         for batch in 0..self.batches.len() {
             self.stop_point(layer).await?;
@@ -298,7 +300,8 @@ impl Run<'_> {
             let tokens = self.batches.summed_tokens();
             let sums = {
                 let beside = if original.is_some() { Beside::Inputs } else { Beside::Nothing };
-                inputs.insert(StageInputs::new(self.device, &beside, spec.in_features, tokens)?)
+                let every = self.batches.held_tokens().div_ceil(JUDGES).max(1);
+                inputs.insert(StageInputs::new(self.device, &beside, spec.in_features, tokens, every)?)
             };
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;

@@ -10,6 +10,7 @@ use crate::gptq::held::{Goal, Held};
 use crate::gptq::layer::Calibration;
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::copy;
+use crate::kernels::embedding::gather;
 use crate::kernels::norm::add_squares;
 use crate::kernels::scatter::add_rows;
 use crate::kernels::symmetric::SymmetricPanels;
@@ -28,13 +29,18 @@ pub(super) struct StageInputs {
     hessian: SymmetricPanels,
     drift: Option<Drift>,
     held: Option<Held>,
+    /// Of the tokens held out one in so many judges.
+    every: usize,
     /// 2 / the tokens that are summed up.
     scale: f32,
 }
 
+/// Tokens that judge a layer. Each candidate is multiplied with them, and neighbours say much the same.
+pub(super) const JUDGES: usize = 512;
+
 impl StageInputs {
-    /// For inputs of `n` features, of which `tokens` are summed up.
-    pub fn new(device: &Device, beside: &Beside, n: usize, tokens: usize) -> Result<Self> {
+    /// For inputs of `n` features, of which `tokens` are summed up and one `every` so many of the others judges.
+    pub fn new(device: &Device, beside: &Beside, n: usize, tokens: usize, every: usize) -> Result<Self> {
         Ok(Self {
             hessian: SymmetricPanels::zeros(device, n)?,
             drift: match beside {
@@ -43,6 +49,7 @@ impl StageInputs {
                 Beside::Outputs(rows) => Some(Drift::of_outputs(device, *rows, n)?),
             },
             held: None,
+            every,
             scale: 2.0 / tokens.max(1) as f32,
         })
     }
@@ -66,18 +73,13 @@ impl StageInputs {
     }
 
     fn hold(&mut self, seen: &Tensor, goal: &Goal) -> Result<()> {
-        let goal = match (self.held.as_ref().map(|held| &held.goal), goal) {
-            (Some(Goal::Inputs(rows)), Goal::Inputs(new)) => Goal::Inputs(rows.joined(new)?),
-            (Some(Goal::Outputs(rows)), Goal::Outputs(new)) => Goal::Outputs(rows.joined(new)?),
-            (None, Goal::Inputs(new)) => Goal::Inputs(copy(new)?),
-            (None, Goal::Outputs(new)) => Goal::Outputs(copy(new)?),
-            _ => Goal::Own,
-        };
-        let seen = match &self.held {
-            Some(held) => held.seen.joined(seen)?,
-            None => copy(seen)?,
-        };
-        self.held = Some(Held { seen, goal });
+        let rows: Vec<u32> = (0..seen.rows() as u32).step_by(self.every).collect();
+        let some = |x: &Tensor| gather(&[x], &rows);
+        let (seen, goal) = (some(seen)?, goal.map(some)?);
+        self.held = Some(match self.held.take() {
+            Some(held) => Held { seen: held.seen.joined(&seen)?, goal: held.goal.joined(goal)? },
+            None => Held { seen, goal },
+        });
         Ok(())
     }
 

@@ -126,7 +126,7 @@ pub struct Batch {
     pub held: bool,
 }
 
-/// Tokens that are held out at most: more would judge no better.
+/// Tokens that are held out at most: more would judge no better, but be missed in the sums.
 pub(super) const MOST_HELD: usize = 2048;
 
 impl Batches {
@@ -176,6 +176,10 @@ impl Batches {
     /// Those of them that are not held out.
     pub fn summed_tokens(&self) -> usize {
         self.batches.iter().filter(|batch| !batch.held).map(|batch| batch.ids.len()).sum()
+    }
+
+    pub fn held_tokens(&self) -> usize {
+        self.tokens() - self.summed_tokens()
     }
 
     pub fn longest(&self) -> usize {
