@@ -448,18 +448,18 @@ test('experts are calibrated with their own tokens or with all', LONG, async () 
 
 test('what cannot be used is refused with the reason', LONG, async () => {
   const page = await browser.page();
-  const refused = async (directory, pattern) => {
+  const refused = async (directory, pattern, name) => {
     await page.setInputFiles('#folder-input', directory);
     await page.locator('#message:not([hidden])').waitFor(LONG);
     assert.match(await page.locator('#message-text').textContent(), pattern);
+    if (name) await shot(page, name);
     await page.click('#message-close');
   };
   const cut = (directory) => {
     const file = join(directory, 'model.safetensors');
     truncateSync(file, statSync(file).size - 1000);
   };
-  await refused(copy('truncated', cut), /model\.safetensors/);
-  await shot(page, 'refused');
+  await refused(copy('truncated', cut), /model\.safetensors/, 'refused');
   await refused(copy('bare', (directory) => rmSync(join(directory, 'config.json'))), /config\.json/);
   const other = (directory) => {
     const file = join(directory, 'config.json');
