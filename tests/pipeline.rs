@@ -11,7 +11,7 @@ use halftone::device::Device;
 use halftone::error::Error;
 use halftone::eval::perplexity;
 use halftone::gptq::scheme::{Alpha, Preset, Scheme};
-use halftone::model::arch::stages;
+use halftone::model::arch::{block, stages};
 use halftone::model::{Block, Embedding, Flow, LinearSpec, Stored, Weights};
 use halftone::pipeline::events::Silent;
 use halftone::pipeline::plan::human_bytes;
@@ -127,6 +127,22 @@ fn what_a_layer_is_wanted_to_give_fits_every_family() {
             assert!(held.plain < 200.0 * loss, "{name}: {row:?}");
         }
     }
+}
+
+/// Behind a norm or a gate, and for experts, what a layer gives is not what comes to the stream.
+#[test]
+fn layers_that_write_to_the_stream_are_told_from_others() {
+    for (name, ends) in [
+        ("llama", &[false, true, false, true][..]),
+        ("gpt_neox", &[false, true, false, true]),
+        ("gemma2", &[false; 4]),
+    ] {
+        let config = config_of(&Job::new(name, default4()).stored().unwrap());
+        assert!(block(&config, 0).ends_in_stream().eq(ends.iter().copied()), "{name}");
+    }
+    let config = config_of(&Job::new("qwen2_moe", default4()).stored().unwrap());
+    let ends: Vec<bool> = block(&config, 0).ends_in_stream().collect();
+    assert!(ends[1] && ends.len() > 4 && !ends[2..].contains(&true), "{ends:?}");
 }
 
 #[test]

@@ -10,6 +10,7 @@ use indicatif::ProgressBar;
 use super::open;
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
+use crate::checkpoint::PART;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::eval::{last_words, logits, perplexity};
@@ -123,12 +124,16 @@ async fn write_logits(
     let mut header = serde_json::json!({ "logits": tensor }).to_string();
     // Padded so that the numbers begin at a multiple of eight.
     header.push_str(&" ".repeat(header.len().next_multiple_of(8) - header.len()));
-    let mut file = BufWriter::new(File::create(path).map_err(failed)?);
+    // Under its own name only when it is whole.
+    let mut part = path.as_os_str().to_owned();
+    part.push(PART);
+    let mut file = BufWriter::new(File::create(&part).map_err(failed)?);
     file.write_all(&(header.len() as u64).to_le_bytes()).map_err(failed)?;
     file.write_all(header.as_bytes()).map_err(failed)?;
     let mut write = |part: &[f32]| file.write_all(bytemuck::cast_slice(part)).map_err(failed);
     logits(stored, segments, device, progress, &mut write).await?;
-    file.flush().map_err(failed)
+    file.flush().map_err(failed)?;
+    std::fs::rename(&part, path).map_err(failed)
 }
 
 /// The passages of a file; how many rows are none goes to standard error.

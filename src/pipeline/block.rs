@@ -6,7 +6,7 @@
 
 use web_time::Instant;
 
-use super::inputs::{Beside, JUDGES, StageInputs, Weighing};
+use super::inputs::{Beside, StageInputs, Weighing};
 use super::layer::{Place, Rows};
 use super::plan::{block_copies, stage_flops};
 use super::run::Run;
@@ -165,8 +165,8 @@ impl Run<'_> {
             _ => (Beside::Nothing, None),
         };
         // Few tokens come to an expert; all of them judge.
-        let every = if rows.routed.is_some() { 1 } else { self.batches.held_tokens().div_ceil(JUDGES) };
-        let mut inputs = StageInputs::new(self.device, &beside, n, rows.count, every.max(1))?;
+        let every = if rows.routed.is_some() { 1 } else { self.batches.judging_every() };
+        let mut inputs = StageInputs::new(self.device, &beside, n, rows.count, every)?;
         let of_all = rows.all && rows.routed.is_some();
         for batch in 0..self.batches.len() {
             self.stop_point(layer).await?;
@@ -298,11 +298,10 @@ impl Run<'_> {
         if plan.scheme.needs_inputs() {
             let norm = final_norm(&plan.config, self.stored, self.device).await?;
             let tokens = self.batches.summed_tokens();
-            let sums = {
-                let beside = if original.is_some() { Beside::Inputs } else { Beside::Nothing };
-                let every = self.batches.held_tokens().div_ceil(JUDGES).max(1);
-                inputs.insert(StageInputs::new(self.device, &beside, spec.in_features, tokens, every)?)
-            };
+            let beside = if original.is_some() { Beside::Inputs } else { Beside::Nothing };
+            let every = self.batches.judging_every();
+            let sums =
+                inputs.insert(StageInputs::new(self.device, &beside, spec.in_features, tokens, every)?);
             for batch in 0..self.batches.len() {
                 self.stop_point(layer).await?;
                 let normed = |flow: Option<Flow>| flow.map(|flow| norm.apply(&flow.h)).transpose();

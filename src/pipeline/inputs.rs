@@ -35,9 +35,6 @@ pub(super) struct StageInputs {
     scale: f32,
 }
 
-/// Tokens that judge a layer. Each candidate is multiplied with them, and neighbours say much the same.
-pub(super) const JUDGES: usize = 512;
-
 impl StageInputs {
     /// For inputs of `n` features, of which `tokens` are summed up and one `every` so many of the others judges.
     pub fn new(device: &Device, beside: &Beside, n: usize, tokens: usize, every: usize) -> Result<Self> {
@@ -115,5 +112,66 @@ impl Weighing {
         let mut out = Tensor::zeros(x.device(), Elem::F32, x.shape())?;
         add_rows(&mut out, x, &self.rows, &self.factors)?;
         Ok(out)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::testing::{noise, test_gpu};
+
+    /// Factors whose squares go as 1/length², with the mean 1.
+    #[test]
+    fn long_tokens_count_less() {
+        let (tokens, hidden, n) = (6, 32, 8);
+        let lengths = [1.0, 2.0, 1.0, 1000.0, 4.0, 0.5];
+        let mut stream = noise(tokens * hidden, 1);
+        for (token, length) in stream.chunks_mut(hidden).zip(lengths) {
+            let norm = token.iter().map(|x| x * x).sum::<f32>().sqrt();
+            token.iter_mut().for_each(|x| *x *= length / norm);
+        }
+        let x = noise(tokens * n, 2);
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let tensor = |values: &[f32]| {
+                Tensor::from_f32(device, &[tokens, values.len() / tokens], values.to_vec()).unwrap()
+            };
+            let (weighing, got) = pollster::block_on(async {
+                let weighing = Weighing::by(&tensor(&stream)).await.unwrap();
+                let got = weighing.of(&tensor(&x)).unwrap().to_f32().await.unwrap();
+                (weighing, got)
+            });
+            let mean = weighing.factors.iter().map(|f| f * f).sum::<f32>() / tokens as f32;
+            assert!((mean - 1.0).abs() < 1e-5);
+            for (factor, length) in weighing.factors.iter().zip(lengths) {
+                // The longest of all counts for nothing, but is a number.
+                assert!((factor * length / (weighing.factors[0] * lengths[0]) - 1.0).abs() < 1e-3);
+            }
+            for ((got, x), factor) in got.chunks(n).zip(x.chunks(n)).zip(&weighing.factors) {
+                assert!(got.iter().zip(x).all(|(got, x)| (got - factor * x).abs() < 1e-5));
+            }
+        }
+    }
+
+    #[test]
+    fn one_held_token_in_so_many_judges_and_none_is_summed_up() {
+        let (tokens, n, rows) = (7, 4, 3);
+        let tensor =
+            |values: Vec<f32>, cols| Tensor::from_f32(&Device::Cpu, &[tokens, cols], values).unwrap();
+        let seen = noise(tokens * n, 1);
+        let wanted = noise(tokens * rows, 2);
+        let mut inputs = StageInputs::new(&Device::Cpu, &Beside::Outputs(rows), n, tokens, 3).unwrap();
+        for _ in 0..2 {
+            let goal = Goal::Outputs(tensor(wanted.clone(), rows));
+            inputs.take(&tensor(seen.clone(), n), &goal, true).unwrap();
+        }
+        let calibration = inputs.done();
+        assert_eq!(pollster::block_on(calibration.hessian.diagonal()).unwrap(), [0.0; 4]);
+        let held = calibration.held.unwrap();
+        let Goal::Outputs(y) = &held.goal else { panic!("another goal") };
+        let every_third = |values: &[f32], cols: usize| -> Vec<f32> {
+            values.chunks(cols).step_by(3).flatten().copied().collect::<Vec<f32>>().repeat(2)
+        };
+        assert_eq!(held.seen.f32s().unwrap(), every_third(&seen, n));
+        assert_eq!(y.f32s().unwrap(), every_third(&wanted, rows));
     }
 }

@@ -126,6 +126,9 @@ pub struct Batch {
     pub held: bool,
 }
 
+/// Tokens that judge a layer. Each candidate is multiplied with them, and neighbours say much the same.
+const JUDGES: usize = 512;
+
 /// Tokens that are held out at most: more would judge no better, but be missed in the sums.
 pub(super) const MOST_HELD: usize = 2048;
 
@@ -178,8 +181,9 @@ impl Batches {
         self.batches.iter().filter(|batch| !batch.held).map(|batch| batch.ids.len()).sum()
     }
 
-    pub fn held_tokens(&self) -> usize {
-        self.tokens() - self.summed_tokens()
+    /// Of the tokens that are held out one in so many judges, to be [`JUDGES`] or somewhat fewer.
+    pub fn judging_every(&self) -> usize {
+        (self.tokens() - self.summed_tokens()).div_ceil(JUDGES).max(1)
     }
 
     pub fn longest(&self) -> usize {
@@ -225,6 +229,7 @@ mod tests {
                 .collect();
             assert_eq!(batches.summed_tokens(), 100 * (count - held.len()));
             assert!(batches.batches.is_sorted_by_key(|batch| batch.held));
+            assert_eq!(batches.judging_every(), (100 * held.len()).div_ceil(JUDGES).max(1));
             held
         };
         assert_eq!(held(30), [9, 19, 29]);
