@@ -115,7 +115,9 @@ impl Run<'_> {
             self.observer.event(Event::Weights(&corner));
         }
         self.journal.modules.push(row);
-        self.advance(place.layer, place.stage, linear_flops(scheme, spec, place.rows.count, true));
+        // The plan counts rows that are held out, too.
+        let tokens = place.rows.count * self.batches.tokens() / self.batches.summed_tokens().max(1);
+        self.advance(place.layer, place.stage, linear_flops(scheme, spec, tokens, true));
         Ok(linear)
     }
 

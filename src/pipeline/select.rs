@@ -106,7 +106,7 @@ impl Override {
     /// `base` with what differs.
     fn scheme(&self, base: &Scheme) -> Result<Scheme> {
         let Values { bits, group_size, sym, desc_act, static_groups, mse } = self.values;
-        let scheme = Scheme {
+        let mut scheme = Scheme {
             bits: bits.unwrap_or(base.bits),
             group_size: match group_size {
                 None => base.group_size,
@@ -118,6 +118,7 @@ impl Override {
             mse: mse.unwrap_or(base.mse),
             ..base.clone()
         };
+        scheme.refit &= scheme.can_refit();
         scheme.check().map_err(|error| match error {
             Error::Options { problem, advice } => {
                 Error::options(format_args!("{} {:?}: {problem}", face::OVERRIDE, self.pattern), advice)

@@ -368,7 +368,7 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
     let preset = serde_json::from_value::<Preset>(settings.preset.clone().into()).map_err(|_| {
         Error::options(
             format!("there is no preset \"{}\"", settings.preset),
-            "Use \"default\", \"reference\" or \"rtn\"",
+            "Use \"default\", \"fast\", \"reference\" or \"rtn\"",
         )
     })?;
     Scheme::chosen(&Choice {

@@ -9,7 +9,8 @@ const REFIT = 'After the rounding fits the scales to the codes and moves codes, 
 const NO_REFIT = 'This preset’s scales follow the order of columns and are not fitted again; with whole rows they can be.';
 
 const HINTS = {
-  default: 'Searched scales, columns with the largest inputs first: the least loss, and a file that fast kernels load.',
+  default: 'The least error: aims at the original’s outputs, and refines what the sweep leaves. The file is one that fast kernels load.',
+  fast: 'One sweep with searched scales, the largest inputs first, in less than half of the time.',
   reference: 'What the original GPTQ program does, for comparison.',
   rtn: 'Rounding to nearest, without calibration: the baseline.',
 };
