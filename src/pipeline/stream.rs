@@ -127,7 +127,7 @@ pub struct Batch {
 }
 
 /// Tokens that judge a layer. Each candidate is multiplied with them, and neighbours say much the same.
-const JUDGES: usize = 512;
+const JUDGES: usize = 256;
 
 /// Tokens that are held out at most: more would judge no better, but be missed in the sums.
 pub(super) const MOST_HELD: usize = 2048;
