@@ -2,15 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use super::open;
 use super::options::JobArgs;
-use super::table;
+use super::progress::{Terminal, stop_flag};
+use super::{allocation, open, table};
 use crate::checkpoint::Layout;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Stored};
+use crate::pipeline::journal::Inputs;
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{Plan, PlanOptions, estimate, make_plan};
+use crate::pipeline::{ModulePlan, Observer, Plan, PlanOptions, estimate, make_plan, sensitivity};
 use crate::text::{DEFAULT_SAMPLES, Segments};
 
 #[derive(clap::Args)]
@@ -30,7 +31,39 @@ pub struct Prepared {
     pub stored: Stored,
     pub segments: Segments,
     pub device: Device,
+    options: PlanOptions,
     pub plan: Plan,
+}
+
+impl Prepared {
+    /// Whether the plan's bits are an average of which nothing is settled yet.
+    pub fn is_to_measure(&self) -> bool {
+        self.options.output.mixed.as_ref().is_some_and(|mixed| mixed.allocation.is_none())
+    }
+
+    /// Measures which layers should have how many bits, and makes the plan anew.
+    ///
+    /// # Errors
+    /// Those of [`sensitivity::allocate`] and of a plan.
+    pub async fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let Self { stored, segments, device, options, plan } = self;
+        let allocation = sensitivity::allocate(stored, plan, segments, device, observer).await?;
+        if let Some(mixed) = &mut options.output.mixed {
+            mixed.allocation = Some(allocation);
+        }
+        *plan = planned(stored, options, segments, device)?;
+        Ok(())
+    }
+}
+
+/// A plan with what is to be said of the calibration text.
+fn planned(stored: &Stored, options: &PlanOptions, segments: &Segments, device: &Device) -> Result<Plan> {
+    let mut plan = make_plan(stored, options, device)?;
+    let widest = plan.config.intermediate_size.max(plan.config.hidden_size);
+    if options.scheme.needs_inputs() && !segments.rows.is_empty() {
+        plan.warnings.extend(segments.warn_tokens(widest));
+    }
+    Ok(plan)
 }
 
 /// What a plan is made from.
@@ -38,17 +71,20 @@ pub struct Request<'a> {
     pub job: &'a JobArgs,
     /// Without calibration text, assume as many tokens as asked for.
     pub text_optional: bool,
-    /// Those of a stopped run.
-    pub batch_tokens: Option<usize>,
+    /// Those of a stopped run, which keeps its micro-batches and the bits that it settled.
+    pub stopped: Option<&'a Inputs>,
 }
 
 /// Opens everything and makes the plan.
 pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
     let JobArgs { model, scheme, output, calibration, device, memory } = request.job;
-    let (scheme, output, shard_bytes) = (scheme.scheme()?, output.output(scheme)?, output.shard_bytes());
+    let (scheme, shard_bytes, mut output) = (scheme.scheme()?, output.shard_bytes(), output.output(scheme)?);
+    if let (Some(mixed), Some(stopped)) = (&mut output.mixed, request.stopped) {
+        mixed.allocation = stopped.output.mixed.as_ref().and_then(|mixed| mixed.allocation.clone());
+    }
     let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
-    let config = ModelConfig::of(&stored.checkpoint)?;
+    ModelConfig::of(&stored.checkpoint)?;
     let device = open::device(device).await?;
     let mut options = PlanOptions {
         scheme,
@@ -56,7 +92,7 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
         tokens: 0,
         longest: 0,
         max_memory: open::memory(memory),
-        batch_tokens: request.batch_tokens,
+        batch_tokens: request.stopped.map(|stopped| stopped.batch_tokens),
         shard_bytes,
     };
     let segments = if !options.scheme.needs_inputs() {
@@ -73,12 +109,8 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
         options.longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
         segments
     };
-    let mut plan = make_plan(&stored, &options, &device)?;
-    let widest = config.intermediate_size.max(config.hidden_size);
-    if options.scheme.needs_inputs() && !segments.rows.is_empty() {
-        plan.warnings.extend(segments.warn_tokens(widest));
-    }
-    Ok(Prepared { stored, segments, device, plan })
+    let plan = planned(&stored, &options, &segments, &device)?;
+    Ok(Prepared { stored, segments, device, options, plan })
 }
 
 /// Refuses a disk that cannot hold the result.
@@ -103,8 +135,15 @@ pub fn check_room(layout: &Layout, out: &Path) -> Result<()> {
 }
 
 pub async fn run(args: Args) -> Result<()> {
-    let request = Request { job: &args.job, text_optional: true, batch_tokens: None };
-    let Prepared { stored, segments, device, plan } = prepare(request).await?;
+    let request = Request { job: &args.job, text_optional: true, stopped: None };
+    let mut prepared = prepare(request).await?;
+    if prepared.is_to_measure() && !prepared.segments.rows.is_empty() {
+        let mut terminal = Terminal::new(stop_flag(), false);
+        let settled = prepared.settle(&mut terminal).await;
+        terminal.close();
+        settled?;
+    }
+    let Prepared { stored, segments, device, plan, .. } = prepared;
     if let Some(out) = &args.out {
         check_room(&plan.layout, out)?;
     }
@@ -122,6 +161,8 @@ pub async fn run(args: Args) -> Result<()> {
             "tokens": plan.tokens,
             "output_bytes": plan.layout.file_bytes(),
             "bits_per_weight": plan.bits_per_weight(),
+            "average_bits": plan.output.mixed.as_ref().map(|mixed| mixed.average),
+            "allocation": plan.output.mixed.as_ref().and_then(|mixed| mixed.allocation.as_ref()),
             "estimated_seconds": seconds,
             "calibration": (!segments.rows.is_empty()).then_some(&segments.report),
             "warnings": plan.warnings,
@@ -136,6 +177,12 @@ pub async fn run(args: Args) -> Result<()> {
 
 /// The table and the sums.
 pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &Plan) {
+    // Bits that are only assumed so far are not shown.
+    let assumed = plan.output.mixed.as_ref().filter(|mixed| mixed.allocation.is_none());
+    let bits = |module: &ModulePlan| {
+        let open = plan.units.iter().any(|unit| unit.modules.contains(&module.module));
+        assumed.filter(|_| open).map_or(module.bits.to_string(), |mixed| format!("~{}", mixed.average))
+    };
     let rows: Vec<Vec<String>> = plan
         .modules
         .iter()
@@ -146,7 +193,7 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
                 module.module.clone(),
                 module.input.to_string(),
                 module.output.to_string(),
-                module.bits.to_string(),
+                bits(module),
                 module.group.to_string(),
                 human_bytes(module.dense_bytes),
                 human_bytes(module.quantized_bytes),
@@ -177,6 +224,7 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         plan.output.format,
         plan.bits_per_weight()
     );
+    allocation::print(plan);
     say!(
         "memory on {}: about {} (text {}, between stages {}, weights {}, Hessian and factor {}, original model {}, working {})",
         device.describe(),
