@@ -2,7 +2,8 @@
 
 use super::table;
 use crate::gptq::scheme::BITS;
-use crate::pipeline::{Allocation, Plan};
+use crate::pipeline::allocation::{Allocation, OfKind};
+use crate::pipeline::Plan;
 
 /// What is known of it: counts by kind of layer, once it is settled.
 pub fn print(plan: &Plan) {
@@ -32,9 +33,9 @@ pub fn print(plan: &Plan) {
 }
 
 fn rows(allocation: &Allocation) -> Vec<Vec<String>> {
-    let row = |(kind, counts, average): (&str, std::collections::BTreeMap<u32, usize>, f64)| {
+    let row = |OfKind { kind, counts, average }| {
         let counts = BITS.iter().map(|width| counts.get(width).map_or("-".to_owned(), usize::to_string));
-        std::iter::once(kind.to_owned()).chain(counts).chain([format!("{average:.2}")]).collect()
+        std::iter::once(kind).chain(counts).chain([format!("{average:.2}")]).collect()
     };
     allocation.by_kind().into_iter().map(row).collect()
 }

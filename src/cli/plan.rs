@@ -11,7 +11,8 @@ use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Stored};
 use crate::pipeline::journal::Inputs;
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{ModulePlan, Observer, Plan, PlanOptions, estimate, make_plan, sensitivity};
+use crate::pipeline::sensitivity::settle;
+use crate::pipeline::{ModulePlan, Observer, Plan, PlanOptions, estimate, make_plan};
 use crate::text::{DEFAULT_SAMPLES, Segments};
 
 #[derive(clap::Args)]
@@ -44,26 +45,12 @@ impl Prepared {
     /// Measures which layers should have how many bits, and makes the plan anew.
     ///
     /// # Errors
-    /// Those of [`sensitivity::allocate`] and of a plan.
+    /// As [`settle`].
     pub async fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let Self { stored, segments, device, options, plan } = self;
-        let allocation = sensitivity::allocate(stored, plan, segments, device, observer).await?;
-        if let Some(mixed) = &mut options.output.mixed {
-            mixed.allocation = Some(allocation);
-        }
-        *plan = planned(stored, options, segments, device)?;
+        *plan = settle(stored, options, plan, segments, device, observer).await?;
         Ok(())
     }
-}
-
-/// A plan with what is to be said of the calibration text.
-fn planned(stored: &Stored, options: &PlanOptions, segments: &Segments, device: &Device) -> Result<Plan> {
-    let mut plan = make_plan(stored, options, device)?;
-    let widest = plan.config.intermediate_size.max(plan.config.hidden_size);
-    if options.scheme.needs_inputs() && !segments.rows.is_empty() {
-        plan.warnings.extend(segments.warn_tokens(widest));
-    }
-    Ok(plan)
 }
 
 /// What a plan is made from.
@@ -84,7 +71,7 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
     }
     let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
-    ModelConfig::of(&stored.checkpoint)?;
+    let config = ModelConfig::of(&stored.checkpoint)?;
     let device = open::device(device).await?;
     let mut options = PlanOptions {
         scheme,
@@ -109,7 +96,11 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
         options.longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
         segments
     };
-    let plan = planned(&stored, &options, &segments, &device)?;
+    let mut plan = make_plan(&stored, &options, &device)?;
+    let widest = config.intermediate_size.max(config.hidden_size);
+    if options.scheme.needs_inputs() && !segments.rows.is_empty() {
+        plan.warnings.extend(segments.warn_tokens(widest));
+    }
     Ok(Prepared { stored, segments, device, options, plan })
 }
 

@@ -40,6 +40,16 @@ pub struct Allocation {
     pub shares: Vec<Share>,
 }
 
+/// What an allocation gives to layers of one kind.
+#[derive(Debug, Clone, Serialize)]
+pub struct OfKind {
+    pub kind: String,
+    /// Units by width.
+    pub counts: BTreeMap<u32, usize>,
+    /// Bits per weight.
+    pub average: f64,
+}
+
 /// A [`Unit`]'s width.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Share {
@@ -92,25 +102,21 @@ impl Allocation {
         average(self.shares.iter())
     }
 
-    /// The rows of a table: for each kind of layers how many have which width, of [`BITS`](crate::gptq::scheme::BITS),
-    /// and their average.
-    pub fn by_kind(&self) -> Vec<(&str, BTreeMap<u32, usize>, f64)> {
+    /// In the order in which kinds come in a block.
+    pub fn by_kind(&self) -> Vec<OfKind> {
         let mut kinds: Vec<&str> = Vec::new();
         for share in &self.shares {
             if !kinds.contains(&share.kind.as_str()) {
                 kinds.push(&share.kind);
             }
         }
-        let of = |kind: &str| -> Vec<&Share> {
-            self.shares.iter().filter(|share| share.kind == kind).collect()
-        };
-        let row = |kind| {
-            let shares = of(kind);
+        let of_kind = |kind: &str| {
+            let shares = || self.shares.iter().filter(|share| share.kind == kind);
             let mut counts = BTreeMap::new();
-            shares.iter().for_each(|share| *counts.entry(share.bits).or_default() += 1);
-            (kind, counts, average(shares.into_iter()))
+            shares().for_each(|share| *counts.entry(share.bits).or_default() += 1);
+            OfKind { kind: kind.to_owned(), counts, average: average(shares()) }
         };
-        kinds.into_iter().map(row).collect()
+        kinds.into_iter().map(of_kind).collect()
     }
 }
 

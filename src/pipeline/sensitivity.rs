@@ -9,7 +9,7 @@ use std::rc::Rc;
 
 use super::allocation::{Allocation, Unit, kind};
 use super::events::{Event, Observer};
-use super::plan::{Assigned, Plan};
+use super::plan::{Assigned, Plan, PlanOptions, make_plan};
 use super::report::logged;
 use super::stream::{Batch, Batches};
 use crate::device::Device;
@@ -41,6 +41,28 @@ const MEASURED: [u32; 3] = [2, 3, 4];
 /// errors go by their squares.
 fn left_by_eight(bits: u32) -> f64 {
     (f64::from((1u32 << bits) - 1) / 255.0).powi(2)
+}
+
+/// The plan with bits that [`allocate`] settled, which `options` then have. What was warned of stays.
+///
+/// # Errors
+/// As [`allocate`] and [`make_plan`].
+pub async fn settle(
+    stored: &Stored,
+    options: &mut PlanOptions,
+    plan: &Plan,
+    segments: &Segments,
+    device: &Device,
+    observer: &mut dyn Observer,
+) -> Result<Plan> {
+    let allocation = allocate(stored, plan, segments, device, observer).await?;
+    if let Some(mixed) = &mut options.output.mixed {
+        mixed.allocation = Some(allocation);
+    }
+    let mut settled = make_plan(stored, options, device)?;
+    let known = settled.warnings.clone();
+    settled.warnings.extend(plan.warnings.iter().filter(|warning| !known.contains(warning)).cloned());
+    Ok(settled)
 }
 
 /// Measures what the units of `plan` lose, and settles their bits.
