@@ -53,8 +53,10 @@ pub const SHARD_SIZE: Words = words("--shard-size", "“Most in one file”");
 
 pub const USE_CPU: Words = words("Use --device cpu", "Choose the CPU as device");
 pub const GO_ON: Words = words("repeat the command with --resume to go on", "press “Resume” to go on");
-pub const BEGIN_AGAIN: Words =
-    words("nothing is written yet; repeat the command to begin again", "nothing is written yet; press “Quantize” to begin again");
+pub const BEGIN_AGAIN: Words = words(
+    "nothing is written yet; repeat the command to begin again",
+    "nothing is written yet; press “Quantize” to begin again",
+);
 pub const START_ANEW: Words =
     words("Start again with --overwrite", "Press “Start anew instead”, or choose another folder");
 pub const REPEAT_OR_START_ANEW: Words = words(

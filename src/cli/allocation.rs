@@ -2,8 +2,8 @@
 
 use super::table;
 use crate::gptq::scheme::BITS;
-use crate::pipeline::allocation::{Allocation, OfKind};
 use crate::pipeline::Plan;
+use crate::pipeline::allocation::{Allocation, OfKind};
 
 /// What is known of it: counts by kind of layer, once it is settled.
 pub fn print(plan: &Plan) {

@@ -254,7 +254,9 @@ mod tests {
         let noise = noise(5 * units.len(), seed);
         let of = |(unit, noise): (&Unit, &[f32])| -> Vec<f64> {
             let size = f64::from(2.0 * noise[4]).exp();
-            let error = |(&width, noise): (&u32, &f32)| size * f64::from(0.5 * noise).exp() * 0.25f64.powi(width as i32);
+            let error = |(&width, noise): (&u32, &f32)| {
+                size * f64::from(0.5 * noise).exp() * 0.25f64.powi(width as i32)
+            };
             unit.widths.iter().zip(noise).map(error).collect()
         };
         units.iter().zip(noise.chunks(5)).map(of).collect()
@@ -263,7 +265,12 @@ mod tests {
     fn sums(units: &[Unit], errors: &[Vec<f64>], widths: &[u32]) -> (u64, f64) {
         let at = |unit: &Unit, width| unit.widths.iter().position(|of| *of == width).unwrap();
         let bits = units.iter().zip(widths).map(|(unit, &width)| unit.weights * u64::from(width)).sum();
-        let lost = units.iter().zip(errors).zip(widths).map(|((unit, errors), &width)| falling(errors)[at(unit, width)]).sum();
+        let lost = units
+            .iter()
+            .zip(errors)
+            .zip(widths)
+            .map(|((unit, errors), &width)| falling(errors)[at(unit, width)])
+            .sum();
         (bits, lost)
     }
 
@@ -293,7 +300,8 @@ mod tests {
         for seed in 0..30 {
             let sizes = [48, 16, 32, 80, 16, 7 * seed + 1];
             let few: &[u32] = if seed % 3 == 0 { &[2, 4, 8] } else { &[2, 3, 4, 8] };
-            let units: Vec<Unit> = sizes.iter().enumerate().map(|(block, &weights)| unit(block, weights, few)).collect();
+            let units: Vec<Unit> =
+                sizes.iter().enumerate().map(|(block, &weights)| unit(block, weights, few)).collect();
             let errors = errors(&units, seed);
             for asked in [2.13, 2.5, 3.5, 5.25, 7.9] {
                 let asked = average(asked);
@@ -340,7 +348,8 @@ mod tests {
 
     #[test]
     fn an_average_that_cannot_be_kept_is_refused() {
-        let message = allocate(average(2.5), &[unit(0, 10, &[4, 8])], &[vec![2.0, 1.0]]).unwrap_err().to_string();
+        let message =
+            allocate(average(2.5), &[unit(0, 10, &[4, 8])], &[vec![2.0, 1.0]]).unwrap_err().to_string();
         assert!(message.contains("--bits 2.5 cannot be kept"), "{message}");
         let message = allocate(average(2.5), &[], &[]).unwrap_err().to_string();
         assert!(message.contains("no layer is left"), "{message}");

@@ -170,6 +170,9 @@ mod tests {
     fn a_budget_is_never_above_the_average() {
         let Bits::Average(average) = Bits::new(3.33).unwrap() else { panic!("a width") };
         assert_eq!((average.budget(100), average.budget(7)), (333, 23));
-        assert_eq!(average.budget(u64::MAX / 8), (u64::MAX / 8 / 100 * 333) + (u64::MAX / 8 % 100) * 333 / 100);
+        assert_eq!(
+            average.budget(u64::MAX / 8),
+            (u64::MAX / 8 / 100 * 333) + (u64::MAX / 8 % 100) * 333 / 100
+        );
     }
 }

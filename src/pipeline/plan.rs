@@ -227,7 +227,8 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     let mut scheme = options.scheme.clone();
     let Assignment { schemes, units, allocation } = assign(&options.scheme, output, &stages)?;
     if output.mixed.is_some() {
-        scheme.bits = most_common(schemes.values().flatten().map(|scheme| scheme.bits)).unwrap_or(scheme.bits);
+        scheme.bits =
+            most_common(schemes.values().flatten().map(|scheme| scheme.bits)).unwrap_or(scheme.bits);
     }
     if output.auto_groups {
         scheme.group_size = most_common(schemes.values().flatten().map(|scheme| scheme.group_size)).flatten();
@@ -732,7 +733,10 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     };
     // Before the run, where its widths are measured.
     let beside = match &options.output.mixed {
-        Some(_) => beside.max(half_weights + bytes(3 * sensitivity::TOKENS.max(options.longest) * (hidden + inner))),
+        Some(_) => beside.max(
+            half_weights
+                + bytes(3 * sensitivity::tokens(widest, options.longest).min(tokens) * (hidden + inner)),
+        ),
         None => beside,
     };
     let copies = if scheme.needs_held() { 11 } else { 5 };

@@ -245,7 +245,12 @@ pub fn assign(base: &Scheme, output: &Output, stages: &[(usize, Stage)]) -> Resu
                         described(of_other, *told_other),
                         described(&scheme, told)
                     ),
-                    format_args!("Let {} and {} match all of {}", face::OVERRIDE, face::SKIP, names_of(stage)),
+                    format_args!(
+                        "Let {} and {} match all of {}",
+                        face::OVERRIDE,
+                        face::SKIP,
+                        names_of(stage)
+                    ),
                 ));
             }
             before = Some((module, scheme.clone(), told));

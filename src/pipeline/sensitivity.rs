@@ -1,9 +1,12 @@
 //! What each unit of layers loses at each width, measured before a run whose bits are an average.
 //!
-//! A few of the calibration sequences go through the original model, block by block. Of each block one unit
-//! at a time is rounded to each width, the others staying as they are, and the block's outputs are compared:
-//! Σ ‖h' − h‖² / ‖h‖² over tokens, h the residual stream behind the block. What later blocks read is the stream
-//! divided by its length, so errors of different layers and blocks add up in one measure.
+//! Some of the calibration sequences go through the original model, block by block. Of each block one unit at a
+//! time is quantized to each width, the others staying as they are, and the block's outputs on other sequences
+//! are compared: Σ ‖h' − h‖² / ‖h‖² over their tokens, h the residual stream behind the block. What later blocks
+//! read is the stream divided by its length, so errors of different layers and blocks add up in one measure.
+//!
+//! Layers are quantized by a plain sweep, since it takes more off some layers' errors than off others'; and judged
+//! on sequences that it did not see, since what it takes off those that it saw says too much where they are few.
 
 use std::rc::Rc;
 
@@ -16,20 +19,23 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::layer::{Calibration, Prepared, prepare, quantize_rows};
-use crate::gptq::scheme::{Alpha, Preset, Scheme};
+use crate::gptq::scheme::{Alpha, Scheme};
 use crate::kernels::columns::copy;
 use crate::kernels::norm::{add_squared_differences, add_squares};
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::model::arch::{Stage, head_stage, stages};
 use crate::model::{
-    Block, Embedding, Flow, Linear, LinearSpec, RopeTables, Stored, final_norm, linear_elem, linear_rows, load_f32,
+    Block, Embedding, Flow, Linear, LinearSpec, RopeTables, Stored, final_norm, linear_elem, linear_rows,
+    load_f32,
 };
 use crate::tensor::{Elem, Tensor};
 use crate::text::Segments;
 
-/// Tokens that are measured on: so many, or [`SEQUENCES`] where those have more.
-pub const TOKENS: usize = 4096;
-const SEQUENCES: usize = 4;
+/// Tokens that judge, and that make a Hessian: so many, or a multiple of the widest layer's inputs. Of either one
+/// sequence at least.
+const JUDGES: usize = 2048;
+const SUMMED: usize = 4096;
+const SUMMED_PER_INPUT: usize = 2;
 
 /// Of experts, the tokens that say enough of one's inputs; of fewer, those of the whole layer are taken.
 const EXPERT_TOKENS: usize = 64;
@@ -80,7 +86,7 @@ pub async fn allocate(
     let Some(mixed) = &plan.output.mixed else {
         return Err(Error::Internal("an allocation without an average".into()));
     };
-    let batches = Batches::new(&sample(&segments.rows), plan.batch_tokens, false);
+    let batches = sample(plan, &segments.rows);
     let rope = plan.config.rope_tables(device, batches.longest())?;
     let steps = plan.units.iter().map(|unit| measured(unit).count()).sum::<usize>();
     let mut measuring = Measuring { stored, plan, device, batches, rope, observer, done: 0, steps };
@@ -92,11 +98,28 @@ fn measured(unit: &Unit) -> impl Iterator<Item = u32> {
     unit.widths.iter().copied().filter(|width| MEASURED.contains(width))
 }
 
-/// Some of the rows, evenly spread.
-fn sample(rows: &[Vec<u32>]) -> Vec<Vec<u32>> {
-    let tokens = rows.iter().map(Vec::len).sum::<usize>();
-    let enough = (TOKENS * rows.len()).div_ceil(tokens.max(1)).max(SEQUENCES).min(rows.len());
-    (0..enough).map(|index| rows[index * rows.len() / enough].clone()).collect()
+/// Tokens that the measuring holds in memory at most, of sequences of `longest` at most.
+pub fn tokens(widest: usize, longest: usize) -> usize {
+    (JUDGES + SUMMED.max(SUMMED_PER_INPUT * widest)).max(2 * longest)
+}
+
+/// Some of the rows, evenly spread: those that are summed up, and others that are held out and judge.
+fn sample(plan: &Plan, rows: &[Vec<u32>]) -> Batches {
+    let tokens = rows.iter().map(Vec::len).sum::<usize>().max(1);
+    let widest = plan.modules.iter().map(|module| module.input).max().unwrap_or(0);
+    let rows_of = |wanted: usize| (wanted * rows.len() / tokens).max(1);
+    let judges = rows_of(JUDGES).min(rows.len() / 4).max(1).min(rows.len());
+    let summed = rows_of(SUMMED.max(SUMMED_PER_INPUT * widest));
+    let spread = |of: &[usize], count: usize| -> Vec<usize> {
+        (0..count).map(|index| of[index * of.len() / count]).collect()
+    };
+    let all: Vec<usize> = (0..rows.len()).collect();
+    let held = spread(&all, judges);
+    // The only sequence there is has to do for both.
+    let others: Vec<usize> =
+        all.iter().copied().filter(|row| !held.contains(row) || rows.len() == 1).collect();
+    let summed = spread(&others, summed.min(others.len()));
+    Batches::of(summed.iter().map(|row| &rows[*row]), held.iter().map(|row| &rows[*row]), plan.batch_tokens)
 }
 
 /// A block's outputs for one micro-batch, [tokens, hidden], and how much an error of a token counts.
@@ -197,7 +220,10 @@ impl Measuring<'_> {
         after: &[After],
     ) -> Result<Vec<f64>> {
         let stages = stages(&self.plan.config, unit.block);
-        let is_in = |stage: &Stage| kind(stage.name) == unit.kind && stage.linears.iter().any(|spec| unit.modules.contains(&spec.module));
+        let is_in = |stage: &Stage| {
+            kind(stage.name) == unit.kind
+                && stage.linears.iter().any(|spec| unit.modules.contains(&spec.module))
+        };
         let of_unit: Vec<usize> = (0..stages.len()).filter(|index| is_in(&stages[*index])).collect();
         let Some(&first) = of_unit.first() else {
             return Err(Error::Internal(format!("no {} in block {}", unit.kind, unit.block)));
@@ -210,27 +236,36 @@ impl Measuring<'_> {
             self.device.settle().await?;
         }
         let shared = match of_unit[..] {
-            [only] => Some(self.hessian(only, block, flows).await?),
+            [only] => Some(self.hessian(only, block, flows.iter_mut().enumerate()).await?),
             _ => None,
         };
         let mut errors = Vec::new();
         for bits in measured(unit) {
             self.stop_point(unit.block).await?;
-            let mut moving: Vec<Flow> = flows.iter().map(copied).collect::<Result<_>>()?;
+            // The inputs of a unit's later stages come out of its first.
+            let mut moving = Vec::new();
+            for (batch, flow) in flows.iter().enumerate() {
+                if self.batches.get(batch).held || shared.is_none() {
+                    moving.push((batch, copied(flow)?));
+                }
+            }
             let mut originals = Vec::new();
             for (index, stage) in stages.iter().enumerate().skip(first) {
                 if of_unit.contains(&index) {
                     let hessian = match &shared {
                         Some(hessian) => hessian.clone(),
-                        None => self.hessian(index, block, &mut moving).await?,
+                        None => {
+                            let moving = moving.iter_mut().map(|(batch, flow)| (*batch, flow));
+                            self.hessian(index, block, moving).await?
+                        }
                     };
                     for (spec, linear) in self.rounded(unit, stage, bits, hessian).await? {
                         let original = block.exchange(&spec, linear)?;
                         originals.push((spec, original));
                     }
                 }
-                for (batch, flow) in moving.iter_mut().enumerate() {
-                    block.advance(index + 1, flow, self.batches.get(batch).seq_len, &self.rope).await?;
+                for (batch, flow) in &mut moving {
+                    block.advance(index + 1, flow, self.batches.get(*batch).seq_len, &self.rope).await?;
                     self.device.settle().await?;
                 }
             }
@@ -238,8 +273,8 @@ impl Measuring<'_> {
                 block.exchange(&spec, original)?;
             }
             let mut error = 0.0;
-            for (flow, after) in moving.iter().zip(after) {
-                error += after.error(&flow.h).await?;
+            for (batch, flow) in moving.iter().filter(|(batch, _)| self.batches.get(*batch).held) {
+                error += after[*batch].error(&flow.h).await?;
             }
             errors.push(error);
             self.advance(unit.block);
@@ -247,18 +282,27 @@ impl Measuring<'_> {
         Ok(errors)
     }
 
-    /// That of a stage's inputs; flows that have come there keep them where they serve once more.
-    async fn hessian(&self, stage: usize, block: &Block, flows: &mut [Flow]) -> Result<Rc<SymmetricPanels>> {
-        let mut hessian: Option<SymmetricPanels> = None;
-        let tokens_of = |flow: &Flow| {
-            let routing = flow.routing.as_ref().zip(block.expert(stage));
-            routing.and_then(|(routing, (branch, _))| routing.branches.get(branch)).map(|(tokens, _)| tokens.len())
+    /// That of a stage's inputs, of `flows` with the numbers of their micro-batches; those keep them where they
+    /// serve once more.
+    async fn hessian<'f>(
+        &self,
+        stage: usize,
+        block: &Block,
+        flows: impl Iterator<Item = (usize, &'f mut Flow)>,
+    ) -> Result<Rc<SymmetricPanels>> {
+        let mut flows: Vec<_> = flows.filter(|(batch, _)| !self.batches.get(*batch).held).collect();
+        let own = |flow: &Flow| match (&flow.routing, block.expert(stage)) {
+            (Some(routing), Some((branch, _))) => {
+                routing.branches.get(branch).map_or(0, |(tokens, _)| tokens.len())
+            }
+            _ => flow.h.rows(),
         };
-        let own: usize = flows.iter().map(|flow| tokens_of(flow).unwrap_or(flow.h.rows())).sum();
+        let own: usize = flows.iter().map(|(_, flow)| own(flow)).sum();
         let of_all = block.expert(stage).is_some() && own < EXPERT_TOKENS;
-        let scale = 2.0 / if of_all { self.batches.tokens() } else { own }.max(1) as f32;
-        for (batch, flow) in flows.iter_mut().enumerate() {
-            let seq_len = self.batches.get(batch).seq_len;
+        let scale = 2.0 / if of_all { self.batches.summed_tokens() } else { own }.max(1) as f32;
+        let mut hessian: Option<SymmetricPanels> = None;
+        for (batch, flow) in &mut flows {
+            let seq_len = self.batches.get(*batch).seq_len;
             let x = match of_all {
                 true => Some(block.input_of_all(stage, flow, seq_len, &self.rope).await?),
                 false => block.input(stage, flow, seq_len, &self.rope).await?,
@@ -294,7 +338,9 @@ impl Measuring<'_> {
                 chunks.push(quantize_rows(&prepared, &weight, rows).await?.dequantized);
             }
             let bias = match spec.bias {
-                true => Some(load_f32(self.stored, &format!("{}.bias", spec.module), &[spec.out_features]).await?),
+                true => {
+                    Some(load_f32(self.stored, &format!("{}.bias", spec.module), &[spec.out_features]).await?)
+                }
                 false => None,
             };
             rounded.push((spec.clone(), Linear::new(chunks, bias)?));
@@ -317,10 +363,14 @@ impl Measuring<'_> {
         let stage = head_stage(&plan.config);
         let Some(spec) = stage.linears.first() else { return Ok(Vec::new()) };
         let norm = final_norm(&plan.config, self.stored, self.device).await?;
-        let inputs: Vec<Tensor> = streams.iter().map(|h| norm.apply(h)).collect::<Result<_>>()?;
+        let mut inputs = Vec::new();
         let mut hessian = SymmetricPanels::zeros(self.device, spec.in_features)?;
-        for x in &inputs {
-            hessian.accumulate(x, 2.0 / self.batches.tokens().max(1) as f32)?;
+        for (batch, h) in streams.iter().enumerate() {
+            let x = norm.apply(h)?;
+            match self.batches.get(batch).held {
+                true => inputs.push(x),
+                false => hessian.accumulate(&x, 2.0 / self.batches.summed_tokens().max(1) as f32)?,
+            }
             self.device.settle().await?;
         }
         let hessian = Rc::new(hessian);
@@ -345,7 +395,8 @@ impl Measuring<'_> {
             let mut error = 0.0;
             for (lost, whole) in lost.iter().zip(&whole) {
                 let pairs = lost.to_f32().await?.into_iter().zip(whole.to_f32().await?);
-                error += pairs.map(|(lost, whole)| f64::from(lost) / f64::from(whole).max(1e-30)).sum::<f64>();
+                error +=
+                    pairs.map(|(lost, whole)| f64::from(lost) / f64::from(whole).max(1e-30)).sum::<f64>();
             }
             errors.push(error);
             self.advance(plan.config.layers);
@@ -377,7 +428,9 @@ impl Measuring<'_> {
             return Ok(());
         }
         let place = match self.plan.config.layers {
-            layers if block < layers => format!("measuring what bits are worth in block {} of {layers}", block + 1),
+            layers if block < layers => {
+                format!("measuring what bits are worth in block {} of {layers}", block + 1)
+            }
             _ => "measuring what bits are worth in the output head".to_owned(),
         };
         Err(Error::Interrupted { place, advice: face::BEGIN_AGAIN.to_string() })
@@ -396,11 +449,28 @@ fn completed(unit: &Unit, measured: Vec<f64>) -> Vec<f64> {
     unit.widths.iter().map(of).map(logged).collect()
 }
 
-/// How a layer is rounded for a measurement: as it will be, without what takes long.
+/// How a layer is quantized for a measurement: as it will be, without what takes long.
 fn quick(assigned: &Assigned, bits: u32) -> Scheme {
-    let plain = Scheme { bits, alpha: Alpha::Fixed(0.0), refit: false, ..assigned.scheme.clone() };
-    if std::env::var("HT_SWEEP").is_ok() {
-        return plain;
+    Scheme { bits, alpha: Alpha::Fixed(0.0), refit: false, ..assigned.scheme.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn widths_that_are_not_measured_follow() {
+        let unit = |widths: &[u32]| Unit {
+            block: 0,
+            kind: "o".into(),
+            modules: vec![],
+            weights: 1,
+            widths: widths.to_vec(),
+        };
+        assert_eq!(measured(&unit(&[2, 4, 8])).collect::<Vec<_>>(), [2, 4]);
+        let errors = completed(&unit(&[2, 4, 8]), vec![16.0, 1.0]);
+        assert_eq!(errors[..2], [16.0, 1.0]);
+        assert!((errors[2] - 1.0 / 289.0).abs() < 1e-8);
+        assert_eq!(completed(&unit(&[8]), vec![]), [0.0]);
     }
-    Scheme { preset: Preset::Rtn, desc_act: false, static_groups: true, mse: true, ..plain }
 }

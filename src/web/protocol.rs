@@ -409,11 +409,7 @@ pub struct Allocated {
 
 impl From<&Allocation> for Allocated {
     fn from(allocation: &Allocation) -> Self {
-        Self {
-            asked: allocation.average.into(),
-            reached: allocation.reached(),
-            kinds: allocation.by_kind(),
-        }
+        Self { asked: allocation.average.into(), reached: allocation.reached(), kinds: allocation.by_kind() }
     }
 }
 
