@@ -911,7 +911,7 @@ impl Observer for Recorder {
             Event::Replaying { block } => self.replayed.push(block),
             Event::Progress { done, total, .. } => self.done.push(done / total),
             Event::Module(_) => self.modules += 1,
-            Event::Weights(_) => panic!("nobody asked for it"),
+            Event::Weights(_) | Event::Measuring { .. } => panic!("nobody asked for it"),
             Event::Warning(text) => panic!("{text}"),
             Event::BlockDone { block, .. } => self.blocks.push(block),
         }

@@ -6,7 +6,7 @@ use crate::checkpoint::Format;
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::error::Result;
 use crate::gptq::scheme::{Alpha, Choice, Preset, Scheme};
-use crate::pipeline::{Groups, Output, Override};
+use crate::pipeline::{Bits, Groups, Mixed, Output, Override};
 use crate::text::SegmentOptions;
 
 /// The grid and the method.
@@ -17,9 +17,10 @@ pub struct SchemeArgs {
     /// nearest, no calibration
     #[arg(long, value_enum, default_value_t = PresetArg::Default)]
     preset: PresetArg,
-    /// Bits per weight: 2, 3, 4 or 8
-    #[arg(long, default_value_t = 4)]
-    bits: u32,
+    /// Bits per weight: 2, 3, 4 or 8; or an average of these for the layers together, such as 3.5, each layer
+    /// getting as many as it was measured to need
+    #[arg(long, default_value_t = 4.0, allow_negative_numbers = true)]
+    bits: f64,
     /// Input columns that share a scale; -1 for one group per row; auto for the largest of 128, 64, 32 and 16 that
     /// divides a layer's inputs, layer by layer
     #[arg(long, default_value_t = Groups::Size(128), allow_negative_numbers = true, value_name = "N|auto")]
@@ -68,6 +69,10 @@ enum PresetArg {
 }
 
 impl SchemeArgs {
+    fn bits(&self) -> Result<Bits> {
+        Bits::new(self.bits)
+    }
+
     pub fn scheme(&self) -> Result<Scheme> {
         let preset = match self.preset {
             PresetArg::Default => Preset::Default,
@@ -77,7 +82,7 @@ impl SchemeArgs {
         };
         Scheme::chosen(&Choice {
             preset,
-            bits: self.bits,
+            bits: self.bits()?.width(),
             group_size: self.group_size.size(),
             sym: !self.asym,
             desc_act: self.desc_act,
@@ -142,6 +147,7 @@ impl OutputArgs {
             lm_head: self.quantize_lm_head,
             auto_groups: scheme.group_size == Groups::Auto,
             all_experts: self.all_experts,
+            mixed: scheme.bits()?.average().map(Mixed::from),
         })
     }
 

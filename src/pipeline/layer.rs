@@ -163,7 +163,7 @@ impl Run<'_> {
         };
         let mut chunks = Vec::new();
         let mut loss: Option<Losses> = None;
-        let step = (self.plan.piece_bytes / (4 * n) / 64 * 64).max(64);
+        let step = self.plan.piece_rows(n);
         for start in (0..rows).step_by(step) {
             let end = rows.min(start + step);
             let bytes = linear_rows(self.stored, spec, start..end).await?;

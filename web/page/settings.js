@@ -48,7 +48,7 @@ export function read() {
   return {
     device: field('device'),
     preset: field('preset'),
-    bits: Number(field('bits')),
+    bits: Number(field(field('bits') === 'average' ? 'average' : 'bits')),
     group_size: field('group_size') === 'auto' ? 'auto' : Number(field('group_size')),
     sym: field('sym') === 'true',
     desc_act: order === '' ? null : order === 'true',
@@ -82,12 +82,20 @@ function writeAlpha(value) {
   if (share) form.elements.alpha_share.value = String(share);
 }
 
+function writeBits(value) {
+  const widths = Array.from(form.elements.bits, (choice) => choice.value);
+  const width = widths.includes(String(value));
+  form.elements.bits.value = width ? String(value) : 'average';
+  if (!width) form.elements.average.value = String(value);
+}
+
 /** Puts settings, or some of them, into the form. */
 export function write(settings) {
   for (const [name, value] of Object.entries(settings)) {
     const field = form.elements[name];
     if (name === 'rules') rules.write(value);
     else if (name === 'alpha') writeAlpha(value);
+    else if (name === 'bits') writeBits(value);
     else if (!field) continue;
     else if (field.type === 'checkbox') field.checked = value;
     else if (IN_MB.includes(name)) field.value = value === null ? '' : value / MB;
@@ -129,6 +137,7 @@ function reflect() {
   byId('preset-hint').textContent = HINTS[preset];
   byId('format-hint').textContent = FORMATS[form.elements.format.value];
   form.elements.lm_head.disabled = tied;
+  byId('average-line').hidden = form.elements.average.disabled = form.elements.bits.value !== 'average';
   show(byId('head-hint'), tied ? 'This model’s head is its embedding table, which stays in 16 bits.' : null);
   for (const name of ['desc_act', 'damp_percent', 'alpha', 'refit', 'samples', 'seq_len', 'seed']) {
     form.elements[name].disabled = preset === 'rtn';
@@ -146,7 +155,7 @@ function reflect() {
 /** One line for the run's head and the report. */
 export function describe(settings) {
   return [
-    `${settings.bits} bits`,
+    Number.isInteger(settings.bits) ? `${settings.bits} bits` : `${settings.bits} bits on average`,
     settings.group_size === 'auto' ? 'groups as large as divide'
       : settings.group_size < 0 ? 'one group per row' : `groups of ${settings.group_size}`,
     settings.sym ? 'symmetric' : 'asymmetric',
