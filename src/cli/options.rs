@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use crate::checkpoint::Format;
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::error::Result;
-use crate::gptq::scheme::{Alpha, Choice, Preset, Scheme};
+use crate::gptq::scheme::{Alpha, Choice, Preset, Scaling, Scheme};
 use crate::pipeline::{Groups, Output, Override};
 use crate::text::SegmentOptions;
 
@@ -13,7 +13,7 @@ use crate::text::SegmentOptions;
 #[derive(Args, Clone)]
 pub struct SchemeArgs {
     /// default: searched static scales, columns by importance; reference: the original GPTQ program;
-    /// rtn: round to nearest, no calibration
+    /// rtn: round to nearest, no calibration; awq: inputs scaled by their size, then round to nearest
     #[arg(long, value_enum, default_value_t = PresetArg::Default)]
     preset: PresetArg,
     /// Bits per weight: 2, 3, 4 or 8
@@ -48,6 +48,17 @@ pub struct SchemeArgs {
     /// After the sweep fit scales to the codes and move codes, group by group; `=false` switches it off
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     refit: Option<bool>,
+    /// awq: divide inputs by a power of their size, folded into what comes before, and multiply weights, wherever
+    /// they round better for it; GPTQ keeps that where rows held out of the calibration text say so
+    /// [default: awq in preset awq, else none]
+    #[arg(long, value_enum, value_name = "awq|none")]
+    scaling: Option<ScalingArg>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ScalingArg {
+    Awq,
+    None,
 }
 
 pub fn parse_alpha(text: &str) -> Result<Alpha, String> {
@@ -62,6 +73,7 @@ enum PresetArg {
     Default,
     Reference,
     Rtn,
+    Awq,
 }
 
 impl SchemeArgs {
@@ -70,6 +82,7 @@ impl SchemeArgs {
             PresetArg::Default => Preset::Default,
             PresetArg::Reference => Preset::Reference,
             PresetArg::Rtn => Preset::Rtn,
+            PresetArg::Awq => Preset::Awq,
         };
         Scheme::chosen(&Choice {
             preset,
@@ -82,6 +95,10 @@ impl SchemeArgs {
             damp_percent: self.damp_percent,
             alpha: self.alpha,
             refit: self.refit,
+            scaling: self.scaling.map(|scaling| match scaling {
+                ScalingArg::Awq => Scaling::Awq,
+                ScalingArg::None => Scaling::None,
+            }),
         })
     }
 }

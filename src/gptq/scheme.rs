@@ -16,6 +16,29 @@ pub enum Preset {
     Reference,
     /// Round to nearest: no calibration, min-max scales.
     Rtn,
+    /// Inputs scaled by their size, then round to nearest on searched scales.
+    Awq,
+}
+
+/// Whether weights are scaled column by column before they are rounded, and inputs divided in turn; see
+/// [`crate::gptq::awq`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scaling {
+    #[default]
+    None,
+    /// By a power of the inputs' mean magnitude.
+    Awq,
+}
+
+impl Scaling {
+    /// As a person writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Awq => "awq",
+        }
+    }
 }
 
 /// How far weights are moved before they are rounded, so that a layer makes of the quantized model's
@@ -27,6 +50,18 @@ pub enum Alpha {
     Fixed(f64),
     /// By the share that serves the held-out rows best.
     Measured,
+}
+
+impl Preset {
+    /// As a person writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Reference => "reference",
+            Self::Rtn => "rtn",
+            Self::Awq => "awq",
+        }
+    }
 }
 
 /// How one linear layer is quantized.
@@ -52,6 +87,8 @@ pub struct Scheme {
     pub alpha: Alpha,
     /// After the sweep fit scales to the codes and move codes, group by group.
     pub refit: bool,
+    #[serde(default)]
+    pub scaling: Scaling,
 }
 
 /// What a person may choose of a [`Scheme`].
@@ -67,6 +104,7 @@ pub struct Choice {
     pub damp_percent: f64,
     pub alpha: Option<Alpha>,
     pub refit: Option<bool>,
+    pub scaling: Option<Scaling>,
 }
 
 /// The bit widths that the file formats know.
@@ -85,11 +123,13 @@ impl Scheme {
             damp_percent: 0.01,
             alpha: Alpha::Fixed(0.0),
             refit: false,
+            scaling: Scaling::None,
         };
         match preset {
             Preset::Default => Self { desc_act: true, static_groups: true, mse: true, ..plain },
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
+            Preset::Awq => Self { static_groups: true, mse: true, scaling: Scaling::Awq, ..plain },
         }
     }
 
@@ -109,6 +149,7 @@ impl Scheme {
             damp_percent: choice.damp_percent,
             alpha: choice.alpha.unwrap_or(base.alpha),
             refit: choice.refit.unwrap_or(base.refit),
+            scaling: choice.scaling.unwrap_or(base.scaling),
             ..base
         };
         scheme.check()?;
@@ -162,9 +203,15 @@ impl Scheme {
                 "Use a number from 0 (off) to 1",
             ));
         }
-        if !self.needs_inputs() && (self.needs_original() || self.refit) {
+        if !self.needs_inputs() && self.scaling != Scaling::None {
             return Err(Error::options(
-                format!("{} rtn looks at no activations", face::PRESET),
+                format!("{} rtn looks at no activations, which {} needs", face::PRESET, face::SCALING),
+                format!("Use {} awq", face::PRESET),
+            ));
+        }
+        if !self.sweeps() && (self.needs_original() || self.refit) {
+            return Err(Error::options(
+                format!("{} {} rounds each weight for itself", face::PRESET, self.preset.name()),
                 format!("Leave out {} and {}", face::ALPHA, face::REFIT),
             ));
         }
@@ -174,9 +221,13 @@ impl Scheme {
                 format!("Leave it out, or add {}", face::STATIC_GROUPS),
             ));
         }
-        if self.preset == Preset::Rtn && (self.desc_act || !self.static_groups) {
+        if !self.sweeps() && (self.desc_act || !self.static_groups) {
             return Err(Error::options(
-                format!("{} rtn takes no order of columns and has static groups only", face::PRESET),
+                format!(
+                    "{} {} takes no order of columns and has static groups only",
+                    face::PRESET,
+                    self.preset.name()
+                ),
                 format!(
                     "Leave out {} and {}, or choose {} reference",
                     face::DESC_ACT,
@@ -193,6 +244,11 @@ impl Scheme {
         self.preset != Preset::Rtn
     }
 
+    /// Whether each column's rounding error is spread over those still to come.
+    pub fn sweeps(&self) -> bool {
+        !matches!(self.preset, Preset::Rtn | Preset::Awq)
+    }
+
     /// Whether the original model's activations are needed beside the quantized one's.
     pub fn needs_original(&self) -> bool {
         self.alpha != Alpha::Fixed(0.0)
@@ -201,7 +257,7 @@ impl Scheme {
     /// Whether some calibration rows are kept out of the Hessian to judge by: what rounding or a plain sweep
     /// does better is left to them.
     pub fn needs_held(&self) -> bool {
-        self.needs_original() || self.refit
+        self.needs_original() || self.refit || self.sweeps() && self.scaling != Scaling::None
     }
 
     /// Groups of a row of `n` columns.

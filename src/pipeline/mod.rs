@@ -16,6 +16,7 @@ mod layer;
 pub mod plan;
 pub mod report;
 pub mod run;
+mod scaling;
 pub mod select;
 pub mod stream;
 mod unfinished;
