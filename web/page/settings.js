@@ -11,6 +11,7 @@ const NO_REFIT = 'This preset’s scales follow the order of columns and are not
 const HINTS = {
   default: 'Searched scales, columns with the largest inputs first: the least loss, and a file that fast kernels load.',
   reference: 'What the original GPTQ program does, for comparison.',
+  awq: 'Inputs scaled by their size, as AWQ does, then rounding to nearest: for comparison.',
   rtn: 'Rounding to nearest, without calibration: the baseline.',
 };
 
@@ -129,10 +130,10 @@ function reflect() {
   byId('format-hint').textContent = FORMATS[form.elements.format.value];
   form.elements.lm_head.disabled = tied;
   show(byId('head-hint'), tied ? 'This model’s head is its embedding table, which stays in 16 bits.' : null);
-  for (const name of ['desc_act', 'damp_percent', 'alpha', 'refit', 'samples', 'seq_len', 'seed']) {
-    form.elements[name].disabled = preset === 'rtn';
-  }
-  const share = form.elements.alpha.value === 'fixed' && preset !== 'rtn';
+  const rounds = preset === 'rtn' || preset === 'awq';
+  for (const name of ['desc_act', 'damp_percent', 'alpha', 'refit']) form.elements[name].disabled = rounds;
+  for (const name of ['samples', 'seq_len', 'seed']) form.elements[name].disabled = preset === 'rtn';
+  const share = form.elements.alpha.value === 'fixed' && !rounds;
   byId('alpha-share').hidden = form.elements.alpha_share.disabled = !share;
   const following = preset === 'reference' && form.elements.group_size.value !== '-1';
   if (following) form.elements.refit.disabled = true;
