@@ -152,7 +152,8 @@ fn gptq_keeps_a_scale_where_held_out_rows_say_so() {
     assert!(count > 0 && count < with.modules.len(), "{count} of {}", with.modules.len());
     assert!(held < 1.1 * without, "{held}, {without}");
     // A stage's layers share it.
-    for stage in with.modules.chunk_by(|a, b| a.layer == b.layer && a.input == b.input && a.scaling == b.scaling)
+    for stage in
+        with.modules.chunk_by(|a, b| a.layer == b.layer && a.input == b.input && a.scaling == b.scaling)
     {
         assert!(stage.iter().all(|row| row.scaling == stage[0].scaling));
     }

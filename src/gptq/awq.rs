@@ -126,3 +126,121 @@ pub async fn losses(prepared: &Prepared, weight: &Tensor, scales: &[Scale]) -> R
     }
     Ok(losses)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::gptq::layer::{prepare, quantize_rows};
+    use crate::gptq::scheme::{Preset, Scheme};
+    use crate::kernels::scales::ScaleType;
+    use crate::kernels::testing::{noise, relative_error, test_gpu};
+
+    const ROWS: usize = 24;
+    const TOKENS: usize = 90;
+
+    /// Inputs some of which are much larger than others, [TOKENS, n].
+    fn inputs(n: usize) -> Vec<f32> {
+        let size = |at: usize| if at % n % 9 == 4 { 8.0 } else { 0.5 };
+        noise(TOKENS * n, 1).iter().enumerate().map(|(at, x)| x * size(at)).collect()
+    }
+
+    fn tensor(device: &Device, values: &[f32], n: usize) -> Tensor {
+        Tensor::from_f32(device, &[values.len() / n, n], values.to_vec()).unwrap()
+    }
+
+    fn hessian(device: &Device, x: &[f32], n: usize) -> Rc<SymmetricPanels> {
+        let mut panels = SymmetricPanels::zeros(device, n).unwrap();
+        panels.accumulate(&tensor(device, x, n), 2.0 / TOKENS as f32).unwrap();
+        Rc::new(panels)
+    }
+
+    fn magnitudes(x: &[f32], n: usize) -> Vec<f32> {
+        (0..n).map(|j| x.iter().skip(j).step_by(n).map(|x| x.abs()).sum()).collect()
+    }
+
+    /// (2/tokens)·Σ‖(W − Ŵ)·x‖²
+    fn lost(weight: &[f32], rounded: &[f32], x: &[f32], n: usize) -> f64 {
+        let errors: Vec<f64> = weight.iter().zip(rounded).map(|(a, b)| f64::from(a - b)).collect();
+        let of = |e: &[f64], x: &[f32]| e.iter().zip(x).map(|(e, x)| e * f64::from(*x)).sum::<f64>().powi(2);
+        let sum: f64 = x.chunks(n).flat_map(|x| errors.chunks(n).map(move |e| of(e, x))).sum();
+        2.0 * sum / TOKENS as f64
+    }
+
+    #[test]
+    fn factors_have_their_middle_at_one_and_leave_the_dead_alone() {
+        let s = factors(&[4.0, 0.0, 1.0, 9.0], 0.5);
+        assert!(s[1] == 1.0 && (s[2] * s[3] - 1.0).abs() < 1e-6);
+        assert!((s[0] / s[2] - 2.0).abs() < 1e-6 && (s[3] / s[2] - 3.0).abs() < 1e-6);
+        assert_eq!(factors(&[4.0, 0.0, 1.0], 0.0), [1.0; 3]);
+    }
+
+    /// Over more than one panel, too.
+    #[test]
+    fn what_divided_inputs_say_is_what_inputs_say_divided() {
+        for n in [36, 560] {
+            let x = inputs(n);
+            let s = factors(&magnitudes(&x, n), 0.6);
+            let divided: Vec<f32> = x.iter().enumerate().map(|(at, x)| x / s[at % n]).collect();
+            for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+                let held = Held { seen: tensor(device, &x, n), goal: Goal::Own };
+                let own = Calibration { hessian: hessian(device, &x, n), drift: None, held: Some(held) };
+                let got = Scale::new(device, s.clone()).unwrap().divided(&own).unwrap();
+                let seen = pollster::block_on(got.held.unwrap().seen.to_f32()).unwrap();
+                assert!(relative_error(&seen, &divided) < 1e-6);
+                let want = hessian(device, &divided, n);
+                for (got, want) in got.hessian.panels.iter().zip(&want.panels) {
+                    let width = want.cols();
+                    // What lies above the diagonal does not count.
+                    let [got, want] = [got, want].map(|panel| {
+                        let values = pollster::block_on(panel.to_f32()).unwrap();
+                        let at = values.into_iter().enumerate();
+                        at.filter(|(at, _)| at % width <= at / width).map(|(_, x)| x).collect::<Vec<_>>()
+                    });
+                    assert!(relative_error(&got, &want) < 1e-5, "{n}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn losses_are_those_of_weights_rounded_and_divided_again() {
+        let n = 64;
+        let (x, weight) = (inputs(n), noise(ROWS * n, 5));
+        let scheme = Scheme::preset(Preset::Awq, 3, Some(32));
+        let rtn = Scheme::preset(Preset::Rtn, 3, Some(32));
+        let all: Vec<Vec<f32>> = [0.0, 0.5, 1.0].map(|alpha| factors(&magnitudes(&x, n), alpha)).into();
+        let times = |values: &[f32], s: &[f32]| -> Vec<f32> {
+            values.iter().enumerate().map(|(at, w)| w * s[at % n]).collect()
+        };
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            pollster::block_on(async {
+                let plain = prepare(&rtn, ScaleType::F16, device, n, None, "test").await.unwrap();
+                let mut want = vec![];
+                for s in &all {
+                    let scaled = tensor(device, &times(&weight, s), n);
+                    let rounded = quantize_rows(&plain, &scaled, 0..ROWS).await.unwrap().dequantized;
+                    let inverse: Vec<f32> = s.iter().map(|s| 1.0 / s).collect();
+                    let back = times(&rounded.to_f32().await.unwrap(), &inverse);
+                    want.push(lost(&weight, &back, &x, n));
+                }
+                let own = Calibration::from(hessian(device, &x, n));
+                let scales: Vec<Scale> = all.iter().map(|s| Scale::new(device, s.clone()).unwrap()).collect();
+                let divided = scales[1].divided(&own).unwrap();
+                let prepared = prepare(&scheme, ScaleType::F16, device, n, Some(own), "test").await.unwrap();
+                let got = losses(&prepared, &tensor(device, &weight, n), &scales).await.unwrap();
+                for (got, want) in got.iter().zip(&want) {
+                    assert!((got / want - 1.0).abs() < 1e-3, "{got}, not {want}");
+                }
+                assert!(got[1] < 0.8 * got[0], "{got:?}");
+
+                // Quantized with the scale folded in, the loss of plain rounding is still that.
+                let prepared = prepare(&scheme, ScaleType::F16, device, n, Some(divided), "test");
+                let prepared = prepared.await.unwrap().scaled(Rc::new(scales.into_iter().nth(1).unwrap()));
+                let weight = tensor(device, &times(&weight, &all[1]), n);
+                let kept = quantize_rows(&prepared, &weight, 0..ROWS).await.unwrap().loss.unwrap();
+                assert!((kept.rtn / want[0] - 1.0).abs() < 1e-3, "{kept:?}, not {want:?}");
+                assert!(kept.gptq <= 1.001 * want[1], "{kept:?}, {want:?}");
+            });
+        }
+    }
+}
