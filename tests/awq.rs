@@ -100,15 +100,16 @@ fn what_is_written_computes_what_the_original_does_in_every_format() {
             block_on(norms.checkpoint.read(name)).unwrap() != block_on(changed.checkpoint.read(name)).unwrap()
         };
         assert!(written.filter(differs).count() > 0, "{name}: {report:?}");
-        let apart = lost(&job, &files);
-        println!("{name}: {apart}");
-        assert!(apart < 0.03, "{name}: {apart}");
+        let plain = Job { scheme: Scheme::preset(Preset::Rtn, 8, Some(32)), ..uneven(name) };
+        let (apart, rounded) = (lost(&job, &files), lost(&job, &plain.run().0));
+        println!("{name}: {apart}, rounded {rounded}");
+        assert!(apart < 0.06 && apart < rounded, "{name}: {apart}, rounded {rounded}");
     }
 }
 
 #[test]
 fn a_stopped_run_goes_on_to_the_same_bytes() {
-    for (name, scheme, step) in [("llama", awq(), 29), ("qwen2_moe", awq(), 401), ("gemma2", both(), 61)] {
+    for (name, scheme, step) in [("llama", awq(), 29), ("qwen2_moe", awq(), 151), ("gemma2", both(), 61)] {
         let mut job = Job { scheme, ..uneven(name) };
         let (sink, mut whole) = (MemorySink::new(), StopAt::new(usize::MAX));
         job.run_with(&sink, &mut whole).unwrap();
