@@ -32,7 +32,8 @@ pub const SYM: Words = words("--sym", "“Zero point”");
 pub const DESC_ACT: Words = words("--desc-act", "“Activation order”");
 pub const ALPHA: Words = words("--alpha", "“Correction”");
 pub const REFIT: Words = words("--refit", "“Refit of scales”");
-// The page leaves the next two to the preset.
+// The page leaves the next three to the preset.
+pub const SCALING: Words = words("--scaling", "the scaling of inputs");
 pub const STATIC_GROUPS: Words = words("--static-groups", "the choice of static groups");
 pub const MSE: Words = words("--mse", "the search of scales");
 pub const DAMP_PERCENT: Words = words("--damp-percent", "“Damping”");
@@ -66,7 +67,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 30] = [
+pub const ALL: [Words; 31] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -74,6 +75,7 @@ pub const ALL: [Words; 30] = [
     WHOLE_ROW,
     SYM,
     DESC_ACT,
+    SCALING,
     STATIC_GROUPS,
     MSE,
     DAMP_PERCENT,

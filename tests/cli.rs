@@ -168,6 +168,26 @@ fn a_model_is_quantized_inspected_and_evaluated() {
     );
 }
 
+#[test]
+fn inputs_are_scaled_on_request() {
+    let place = Place::new("llama");
+    for (out, more) in [("awq", &["--preset", "awq"][..]), ("both", &["--scaling", "awq", "--bits", "3"])] {
+        let said = succeeds(place.quantize(&[&[out], more].concat()));
+        assert!(said.contains("of 21 layers scaled"), "{said}");
+        let log = std::fs::read_to_string(place.path(out).join("quant_log.csv")).unwrap();
+        assert!(log.lines().next().unwrap().ends_with(",scaling,seconds"), "{log}");
+        let checked =
+            program().current_dir(place.directory.path()).args(["inspect", "--check", out]).output().unwrap();
+        assert!(succeeds(checked).contains("0 errors"));
+        let perplexity = |model| json(place.eval(model, "golden.jsonl"))["perplexity"].as_f64().unwrap();
+        assert!((perplexity(out) / perplexity("model") - 1.0).abs() < 0.3);
+    }
+    let refused = |more: &[&str]| place.quantize(&[&["no"], more].concat());
+    fails(refused(&["--preset", "rtn", "--scaling", "awq"]), 2, &["--scaling", "--preset awq"]);
+    fails(refused(&["--preset", "awq", "--refit"]), 2, &["--preset awq rounds", "--refit"]);
+    fails(refused(&["--preset", "awq", "--desc-act"]), 2, &["--preset awq takes no order"]);
+}
+
 /// The commands around formats from outside: written, looked through, converted there and back.
 #[test]
 fn formats_are_written_checked_and_converted() {

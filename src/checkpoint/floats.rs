@@ -25,6 +25,15 @@ pub fn round_to_f16(value: f32) -> f32 {
     f16::from_f32(value).to_f32()
 }
 
+/// The nearest value that `dtype` has, ties to even; `value` itself for other types than F16 and BF16.
+pub fn round_to(dtype: DType, value: f32) -> f32 {
+    match dtype {
+        DType::F16 => round_to_f16(value),
+        DType::BF16 => bf16::from_f32(value).to_f32(),
+        _ => value,
+    }
+}
+
 /// Little-endian values of `dtype`, which must be F16, BF16 or F32 and have each of them.
 ///
 /// # Errors

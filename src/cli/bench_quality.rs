@@ -17,7 +17,7 @@ use super::{bench, open};
 use crate::demo;
 use crate::error::{Error, Result};
 use crate::eval::compare;
-use crate::gptq::scheme::{Preset, Scheme};
+use crate::gptq::scheme::{Preset, Scaling, Scheme};
 use crate::model::{ModelConfig, Stored};
 use crate::text::{ModelText, SegmentOptions, calibration_segments, evaluation_segments};
 
@@ -79,12 +79,15 @@ impl FromStr for Method {
             Some("reference") => Preset::Reference,
             Some("default") => Preset::Default,
             Some("fast") => Preset::Fast,
-            _ => return Err("begins with rtn, reference, fast or default".to_owned()),
+            Some("awq") => Preset::Awq,
+            _ => return Err("begins with rtn, awq, reference, fast or default".to_owned()),
         };
         let mut scheme = Scheme::preset(preset, 4, Some(128));
         for part in parts {
             match part.split_once('=') {
                 None if part == "refit" => scheme.refit = true,
+                Some(("scaling", "awq")) => scheme.scaling = Scaling::Awq,
+                Some(("scaling", "none")) => scheme.scaling = Scaling::None,
                 None if part == "mse" => scheme.mse = true,
                 None if part == "asym" => scheme.sym = false,
                 None if part == "desc_act" => scheme.desc_act = true,
@@ -95,7 +98,7 @@ impl FromStr for Method {
                 }
                 _ => {
                     return Err(format!(
-                        "{part} is none of refit, mse, asym, desc_act, static_groups, alpha=…, damp=…"
+                        "{part} is none of refit, mse, asym, desc_act, static_groups, alpha=…, damp=…, scaling=awq|none"
                     ));
                 }
             }
@@ -253,7 +256,7 @@ mod tests {
             ("best", "begins with"),
             ("fast+refits", "none of refit"),
             ("default+alpha=2", "out of range"),
-            ("rtn+refit", "rtn looks at no activations"),
+            ("rtn+refit", "rtn rounds each weight for itself"),
         ] {
             let error = method(wrong).err().unwrap();
             assert!(error.contains(says), "{wrong}: {error}");

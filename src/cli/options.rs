@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use crate::checkpoint::Format;
 use crate::checkpoint::writer::DEFAULT_SHARD_BYTES;
 use crate::error::Result;
-use crate::gptq::scheme::{Alpha, Choice, Preset, Scheme};
+use crate::gptq::scheme::{Alpha, Choice, Preset, Scaling, Scheme};
 use crate::pipeline::{Bits, Groups, Mixed, Output, Override};
 use crate::text::SegmentOptions;
 
@@ -14,7 +14,7 @@ use crate::text::SegmentOptions;
 pub struct SchemeArgs {
     /// default: searched scales, aimed at the original model's outputs and refined; fast: one sweep with
     /// searched scales, in less than half of the time; reference: the original GPTQ program; rtn: round to
-    /// nearest, no calibration
+    /// nearest, no calibration; awq: inputs scaled by their size, then round to nearest
     #[arg(long, value_enum, default_value_t = PresetArg::Default)]
     preset: PresetArg,
     /// Bits per weight: 2, 3, 4 or 8; or an average of these for the layers together, such as 3.5, each layer
@@ -51,6 +51,17 @@ pub struct SchemeArgs {
     /// preset default
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     refit: Option<bool>,
+    /// awq: divide inputs by a power of their size, folded into what comes before, and multiply weights, wherever
+    /// they round better for it; GPTQ keeps that where rows held out of the calibration text say so
+    /// [default: awq in preset awq, else none]
+    #[arg(long, value_enum, value_name = "awq|none")]
+    scaling: Option<ScalingArg>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum ScalingArg {
+    Awq,
+    None,
 }
 
 pub fn parse_alpha(text: &str) -> Result<Alpha, String> {
@@ -66,6 +77,7 @@ enum PresetArg {
     Fast,
     Reference,
     Rtn,
+    Awq,
 }
 
 impl SchemeArgs {
@@ -79,6 +91,7 @@ impl SchemeArgs {
             PresetArg::Fast => Preset::Fast,
             PresetArg::Reference => Preset::Reference,
             PresetArg::Rtn => Preset::Rtn,
+            PresetArg::Awq => Preset::Awq,
         };
         Scheme::chosen(&Choice {
             preset,
@@ -91,6 +104,10 @@ impl SchemeArgs {
             damp_percent: self.damp_percent,
             alpha: self.alpha,
             refit: self.refit,
+            scaling: self.scaling.map(|scaling| match scaling {
+                ScalingArg::Awq => Scaling::Awq,
+                ScalingArg::None => Scaling::None,
+            }),
         })
     }
 }

@@ -108,6 +108,13 @@ fn summarize(report: &RunReport, out: &Path) {
     if let Some(ratio) = report.loss_ratio() {
         say!("loss: {:.1} % of what rounding to nearest would lose", 100.0 * ratio);
     }
+    let scaled = report.modules.iter().filter(|row| row.scaling.is_some()).count();
+    if scaled > 0 {
+        say!(
+            "inputs of {scaled} of {} layers scaled, which norms and layers before them took in",
+            report.modules.len()
+        );
+    }
     say!(
         "{}: {} of tensors, {:.2} bits per weight in quantized layers; {QUANT_LOG} has the table",
         out.display(),

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::device::Device;
 use crate::error::{Error, Result};
+use crate::gptq::awq::Scale;
 use crate::gptq::correction::Correction;
 use crate::gptq::drift::Drift;
 use crate::gptq::factor::{Factor, factor};
@@ -21,7 +22,7 @@ use crate::gptq::rounding::{Rounded, rounded, swept};
 use crate::gptq::scheme::{Alpha, Scheme};
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::{ZERO_COLUMN, gather};
-use crate::kernels::scales::{Columns, Grid, GridKind, ScaleType};
+use crate::kernels::scales::{Columns, Fit, Grid, GridKind, ScaleType};
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::tensor::Tensor;
 
@@ -55,6 +56,8 @@ pub struct Prepared {
     /// For refining.
     pub(super) hessian: Option<Rc<SymmetricPanels>>,
     pub(super) held: Option<Held>,
+    /// What inputs are divided by, if they are.
+    pub(super) scale: Option<Rc<Scale>>,
 }
 
 /// What the calibration text says about a stage's inputs.
@@ -76,6 +79,11 @@ impl Prepared {
     /// λ / mean(diag H) as used; `None` without a factor.
     pub fn damp_used(&self) -> Option<f64> {
         self.factor.as_ref().map(|factor| factor.damp_percent)
+    }
+
+    /// For weights W·diag(s) of inputs that were divided by s before anything was summed up of them.
+    pub fn scaled(self, scale: Rc<Scale>) -> Self {
+        Self { scale: Some(scale), ..self }
     }
 
     /// No damping helped: the layers are rounded to nearest instead.
@@ -202,6 +210,7 @@ pub async fn prepare_in_order(
         factor,
         follows_order,
         g_idx,
+        scale: None,
     })
 }
 
@@ -291,7 +300,20 @@ pub async fn quantize_rows(
         let target = gather(weight, &prepared.natural)?;
         return finished(swept(prepared, &target, None).await?, None).await;
     };
-    let rtn = rounded(prepared, factor, weight).await?;
+    let rtn = rounded(prepared, factor, weight, Fit::MinMax, None).await?;
+    // What is compared with are weights that nothing was done to.
+    let unscaled = match &prepared.scale {
+        Some(scale) => Some(rounded(prepared, factor, weight, Fit::MinMax, Some(scale.undone())).await?),
+        None => None,
+    };
+    let untouched = unscaled.as_ref().unwrap_or(&rtn);
+    if !prepared.scheme.sweeps() {
+        let rtn_loss = untouched.loss;
+        let searched = rounded(prepared, factor, weight, prepared.kind.fit, None).await?;
+        let kept = if searched.loss <= rtn.loss { searched } else { rtn };
+        let losses = Losses { gptq: kept.loss, rtn: rtn_loss, held: None };
+        return finished(kept, Some(losses)).await;
+    }
     let judge = match &prepared.held {
         Some(held) => Some(Judge { held, wanted: held.wanted(weight, which.clone())? }),
         None => None,
@@ -311,7 +333,7 @@ pub async fn quantize_rows(
         None => 0.0,
     };
     let mut kept = swept(prepared, &target, None).await?;
-    let mut losses = Losses { gptq: kept.loss, rtn: rtn.loss, held: None };
+    let mut losses = Losses { gptq: kept.loss, rtn: untouched.loss, held: None };
     let refitted = match &prepared.hessian {
         Some(hessian) => Some(refined(prepared, factor, hessian, &target, &kept).await?),
         None => None,
@@ -327,7 +349,7 @@ pub async fn quantize_rows(
     let mut held = HeldLosses { kept: judge.loss(&kept).await?, ..HeldLosses::default() };
     held.alpha = alpha * weight.rows() as f64;
     held.choice = Choice::Swept;
-    held.rtn = judge.loss(&rtn).await?;
+    held.rtn = judge.loss(untouched).await?;
     held.plain = held.kept;
     let take = |candidate: Rounded, loss: f64, choice, kept: &mut Rounded, held: &mut HeldLosses| {
         if loss < held.kept {
@@ -345,7 +367,8 @@ pub async fn quantize_rows(
     }
     // Rounding has its groups in natural order.
     if !prepared.scheme.needs_g_idx() {
-        take(rtn, held.rtn, Choice::Rtn, &mut kept, &mut held);
+        let loss = if unscaled.is_some() { judge.loss(&rtn).await? } else { held.rtn };
+        take(rtn, loss, Choice::Rtn, &mut kept, &mut held);
     }
     losses.gptq = kept.loss;
     losses.held = Some(held);

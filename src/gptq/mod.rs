@@ -29,9 +29,11 @@
 //! # Files
 //! `scheme` what is asked for; `order` in which columns are taken; `factor` L in blocks;
 //! `drift` and `correction` move weights towards the original model's outputs before they are rounded;
+//! `awq` scales of inputs for weights that round better;
 //! `rounding` the sweep over blocks, and plain rounding; `refit` scales fitted to the codes; `held` rows
 //! that judge what came out; `layer` the whole of it for one stage of a model; `exact` the same in plain f64, to read first.
 
+pub mod awq;
 pub mod correction;
 pub mod drift;
 pub mod exact;

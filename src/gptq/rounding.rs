@@ -11,6 +11,7 @@ use crate::kernels::dequant::dequantize;
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
 use crate::kernels::norm::add_squares;
 use crate::kernels::scales::{self, Columns, Fit, Grid, GridKind};
+use crate::kernels::stretch::stretch;
 use crate::kernels::sweep::{Block, sweep};
 use crate::tensor::{Elem, Tensor};
 
@@ -186,21 +187,41 @@ async fn undamped(factor: &Factor, damped: &Tensor, e: &Tensor) -> Result<f64> {
     Ok(total.max(0.0))
 }
 
-/// The same weights rounded to nearest on min-max grids of the same kind.
-pub async fn rounded(prepared: &Prepared, factor: &Factor, weight: &Tensor) -> Result<Rounded> {
+/// Weights that are rounded as others: column by column times `to`, and what comes out times `back`, the inverse. Both
+/// f32 [n], natural columns.
+pub struct Stretched<'a> {
+    pub to: &'a Tensor,
+    pub back: &'a Tensor,
+}
+
+/// `weight` rounded to nearest, column by column, on grids of the same kind but for their `fit`. Where it is stretched
+/// for that, loss and `dequantized` are those of `weight` itself.
+pub async fn rounded(
+    prepared: &Prepared,
+    factor: &Factor,
+    weight: &Tensor,
+    fit: Fit,
+    stretched: Option<Stretched<'_>>,
+) -> Result<Rounded> {
     let (rows, n, device) = (weight.rows(), prepared.n, weight.device());
-    let kind = GridKind { fit: Fit::MinMax, ..prepared.kind };
+    let kind = GridKind { fit, ..prepared.kind };
     let mut grid = Grid::new(device, rows, prepared.scheme.groups(n))?;
-    let natural = gather(weight, &prepared.natural)?;
+    let mut natural = gather(weight, &prepared.natural)?;
+    if let Some(Stretched { to, .. }) = &stretched {
+        stretch(&mut natural, to)?;
+    }
     scales::fit(kind, prepared.whole(&natural), &mut grid)?;
+    let mut d = gather(&natural, &prepared.permuted)?;
     drop(natural);
-    let mut d = gather(weight, &prepared.permuted)?;
     let mut codes = Tensor::zeros(device, Elem::U8, &[rows, n])?;
     let mut sums = Tensor::zeros(device, Elem::F32, &[rows])?;
     round(kind, &prepared.rtn_columns, &mut d, &grid, &mut codes, &mut sums)?;
+    let mut dequantized = dequantize(&codes, &grid, &prepared.rtn_group_of)?;
+    if let Some(Stretched { back, .. }) = &stretched {
+        stretch(&mut d, &gather(back, &prepared.permuted)?)?;
+        stretch(&mut dequantized, back)?;
+    }
     let loss = lost(prepared, factor, &d).await?;
-    drop(d);
-    let dequantized = dequantize(&codes, &grid, &prepared.rtn_group_of)?;
     Ok(Rounded { codes, grid, dequantized, loss })
 }
 

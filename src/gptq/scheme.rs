@@ -19,6 +19,29 @@ pub enum Preset {
     Reference,
     /// Round to nearest: no calibration, min-max scales.
     Rtn,
+    /// Inputs scaled by their size, then round to nearest on searched scales.
+    Awq,
+}
+
+/// Whether weights are scaled column by column before they are rounded, and inputs divided in turn; see
+/// [`crate::gptq::awq`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scaling {
+    #[default]
+    None,
+    /// By a power of the inputs' mean magnitude.
+    Awq,
+}
+
+impl Scaling {
+    /// As a person writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Awq => "awq",
+        }
+    }
 }
 
 /// How far weights are moved before they are rounded, so that a layer makes of the quantized model's
@@ -30,6 +53,19 @@ pub enum Alpha {
     Fixed(f64),
     /// By the share that serves the held-out rows best.
     Measured,
+}
+
+impl Preset {
+    /// As a person writes it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Default => "default",
+            Self::Fast => "fast",
+            Self::Reference => "reference",
+            Self::Rtn => "rtn",
+            Self::Awq => "awq",
+        }
+    }
 }
 
 /// How one linear layer is quantized.
@@ -55,6 +91,8 @@ pub struct Scheme {
     pub alpha: Alpha,
     /// After the sweep fit scales to the codes and move codes, group by group.
     pub refit: bool,
+    #[serde(default)]
+    pub scaling: Scaling,
 }
 
 /// What a person may choose of a [`Scheme`].
@@ -70,6 +108,7 @@ pub struct Choice {
     pub damp_percent: f64,
     pub alpha: Option<Alpha>,
     pub refit: Option<bool>,
+    pub scaling: Option<Scaling>,
 }
 
 /// The bit widths that the file formats know.
@@ -88,6 +127,7 @@ impl Scheme {
             damp_percent: 0.01,
             alpha: Alpha::Fixed(0.0),
             refit: false,
+            scaling: Scaling::None,
         };
         let fast = Self { desc_act: true, static_groups: true, mse: true, ..plain.clone() };
         match preset {
@@ -95,6 +135,7 @@ impl Scheme {
             Preset::Fast => fast,
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
+            Preset::Awq => Self { static_groups: true, mse: true, scaling: Scaling::Awq, ..plain },
         }
     }
 
@@ -113,6 +154,7 @@ impl Scheme {
             mse: choice.mse.unwrap_or(base.mse),
             damp_percent: choice.damp_percent,
             alpha: choice.alpha.unwrap_or(base.alpha),
+            scaling: choice.scaling.unwrap_or(base.scaling),
             ..base
         };
         scheme.refit = choice.refit.unwrap_or(scheme.refit && scheme.can_refit());
@@ -167,9 +209,15 @@ impl Scheme {
                 "Use a number from 0 (off) to 1",
             ));
         }
-        if !self.needs_inputs() && (self.needs_original() || self.refit) {
+        if !self.needs_inputs() && self.scaling != Scaling::None {
             return Err(Error::options(
-                format!("{} rtn looks at no activations", face::PRESET),
+                format!("{} rtn looks at no activations, which {} needs", face::PRESET, face::SCALING),
+                format!("Use {} awq", face::PRESET),
+            ));
+        }
+        if !self.sweeps() && (self.needs_original() || self.refit) {
+            return Err(Error::options(
+                format!("{} {} rounds each weight for itself", face::PRESET, self.preset.name()),
                 format!("Leave out {} and {}", face::ALPHA, face::REFIT),
             ));
         }
@@ -179,9 +227,13 @@ impl Scheme {
                 format!("Leave it out, or add {}", face::STATIC_GROUPS),
             ));
         }
-        if self.preset == Preset::Rtn && (self.desc_act || !self.static_groups) {
+        if !self.sweeps() && (self.desc_act || !self.static_groups) {
             return Err(Error::options(
-                format!("{} rtn takes no order of columns and has static groups only", face::PRESET),
+                format!(
+                    "{} {} takes no order of columns and has static groups only",
+                    face::PRESET,
+                    self.preset.name()
+                ),
                 format!(
                     "Leave out {} and {}, or choose {} reference",
                     face::DESC_ACT,
@@ -198,6 +250,11 @@ impl Scheme {
         self.preset != Preset::Rtn
     }
 
+    /// Whether each column's rounding error is spread over those still to come.
+    pub fn sweeps(&self) -> bool {
+        !matches!(self.preset, Preset::Rtn | Preset::Awq)
+    }
+
     /// Whether the original model's activations are needed beside the quantized one's.
     pub fn needs_original(&self) -> bool {
         self.alpha != Alpha::Fixed(0.0)
@@ -206,7 +263,7 @@ impl Scheme {
     /// Whether some calibration rows are kept out of the Hessian to judge by: what rounding or a plain sweep
     /// does better is left to them.
     pub fn needs_held(&self) -> bool {
-        self.needs_original() || self.refit
+        self.needs_original() || self.refit || self.sweeps() && self.scaling != Scaling::None
     }
 
     /// Whether scales are there before the sweep, so that they can be fitted again.
@@ -253,6 +310,7 @@ mod tests {
         damp_percent: 0.01,
         alpha: None,
         refit: None,
+        scaling: None,
     };
 
     #[test]

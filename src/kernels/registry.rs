@@ -6,10 +6,11 @@
 
 use super::{
     activation, add, append, attention, attention_row, ceiling, cholesky, columns, cross_entropy, dequant,
-    descend, divergence, embedding, gemm, gemv, keep, layernorm,
+    descend, divergence, embedding, gemm, gemv, keep, layernorm, magnitude,
 };
 use super::{
-    norm, peak, penalize, qmatmul, refit, rmsnorm, rope, scales, scatter, sweep, swiglu, symmetric, topk,
+    norm, peak, penalize, qmatmul, refit, rmsnorm, rope, scales, scatter, stretch, sweep, swiglu, symmetric,
+    topk,
 };
 use crate::device::Kernel;
 
@@ -36,6 +37,7 @@ pub fn registry() -> Vec<Registered> {
         gemv::KERNELS,
         keep::KERNELS,
         layernorm::KERNELS,
+        magnitude::KERNELS,
         norm::KERNELS,
         peak::KERNELS,
         penalize::KERNELS,
@@ -45,6 +47,7 @@ pub fn registry() -> Vec<Registered> {
         rope::KERNELS,
         scales::KERNELS,
         scatter::KERNELS,
+        stretch::KERNELS,
         sweep::KERNELS,
         swiglu::KERNELS,
         symmetric::KERNELS,

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::layer::{Layer, Place};
 use super::methods::{Setting, Taken, losses, quantize, scaled};
 use crate::error::Result;
+use crate::gptq::awq::{STEPS, factors};
 use crate::gptq::scheme::{BITS, Preset};
 
 /// What is asked.
@@ -52,9 +53,6 @@ pub struct Entry {
     pub loss: f64,
     pub held_loss: f64,
 }
-
-/// Steps of α from 0 to 1.
-const STEPS: u32 = 20;
 
 impl Beside {
     /// Works it out.
@@ -122,17 +120,6 @@ impl Beside {
             rounds,
         })
     }
-}
-
-/// s_j = (mean |x_j|)^α, over the geometric mean of the least and the greatest; 1 for inputs never active.
-fn factors(magnitude: &[f32], alpha: f64) -> Vec<f32> {
-    let s: Vec<f64> = magnitude.iter().map(|&m| f64::from(m).powf(alpha)).collect();
-    let alive = || magnitude.iter().zip(&s).filter(|(m, _)| **m > 0.0).map(|(_, &s)| s);
-    let (low, high) = alive().fold((f64::INFINITY, 0f64), |(low, high), s| (low.min(s), high.max(s)));
-    let middle = (low * high).sqrt();
-    // Very small ones would be lost in the Hessian's 32 bits.
-    let of = |(&m, s): (&f32, f64)| if m > 0.0 { (s / middle).clamp(1e-4, 1e4) as f32 } else { 1.0 };
-    magnitude.iter().zip(s).map(of).collect()
 }
 
 #[cfg(test)]

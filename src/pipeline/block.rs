@@ -15,7 +15,9 @@ use crate::checkpoint::Writer;
 use crate::error::{Error, Result};
 use crate::gptq::held::Goal;
 use crate::gptq::layer::Calibration;
+use crate::gptq::scheme::Scaling;
 use crate::kernels::add::add_scaled;
+use crate::kernels::columns::copy;
 use crate::kernels::embedding::gather;
 use crate::model::arch::{Stage, stages};
 use crate::model::{Block, Flow, Weights, final_norm};
@@ -30,11 +32,18 @@ impl Run<'_> {
         writer: &mut Writer,
     ) -> Result<()> {
         let plan = self.plan;
+        if plan.scheme.scaling != Scaling::None {
+            self.scale_inputs(layer, flows).await?;
+        }
+        let scaled = self.scaled.clone();
         for name in block_copies(self.stored, &plan.config, layer, &plan.assigned) {
-            writer.copy(&self.stored.checkpoint, &name).await?;
+            match scaled.weights.stored(&name) {
+                Some(bytes) => writer.write(&name, bytes).await?,
+                None => writer.copy(&self.stored.checkpoint, &name).await?,
+            }
         }
         let calibrated = plan.scheme.needs_inputs();
-        let mut block = Block::without_linears(&plan.config, layer, self.stored, self.device).await?;
+        let mut block = Block::without_linears(&plan.config, layer, &scaled.weights, self.device).await?;
         let mut original = match original {
             Some(flows) => Some((Block::load(&plan.config, layer, self.stored, self.device).await?, flows)),
             None => None,
@@ -55,7 +64,7 @@ impl Run<'_> {
                     }
                 }
                 for spec in &stage.linears {
-                    let linear = self.stored.linear(spec, self.device).await?;
+                    let linear = scaled.weights.linear(spec, self.device).await?;
                     block.set_linear(spec, linear);
                 }
                 continue;
@@ -93,7 +102,7 @@ impl Run<'_> {
 
     /// Brings every micro-batch to a section with experts, and counts the tokens that each branch sees of
     /// those that are summed up.
-    async fn route(
+    pub(super) async fn route(
         &mut self,
         layer: usize,
         index: usize,
@@ -202,7 +211,15 @@ impl Run<'_> {
                 }
             }
             let since = Instant::now();
-            match (&seen, &weighing, &goal) {
+            let divided = match (self.scaled.of(stage), &goal) {
+                (Some(of_stage), Goal::Inputs(x)) => {
+                    let mut x = copy(x)?;
+                    of_stage.scale.divide(&mut x)?;
+                    Some(Goal::Inputs(x))
+                }
+                _ => None,
+            };
+            match (&seen, &weighing, divided.as_ref().unwrap_or(&goal)) {
                 (Some(seen), Some(weighing), Goal::Outputs(wanted)) => {
                     inputs.take(&weighing.of(seen)?, &Goal::Outputs(weighing.of(wanted)?), held)?;
                 }
@@ -242,7 +259,7 @@ impl Run<'_> {
     }
 
     /// One model's inputs of a stage for one micro-batch; `of_all` its tokens or those that come to it.
-    async fn input(
+    pub(super) async fn input(
         &mut self,
         index: usize,
         block: &Block,
@@ -264,7 +281,13 @@ impl Run<'_> {
 
     /// Brings every micro-batch to stage `index` without looking at its inputs; behind the last stage, to
     /// the next block.
-    async fn pass(&mut self, layer: usize, index: usize, block: &Block, flows: &mut Flows) -> Result<()> {
+    pub(super) async fn pass(
+        &mut self,
+        layer: usize,
+        index: usize,
+        block: &Block,
+        flows: &mut Flows,
+    ) -> Result<()> {
         let end = index == block.stages().count();
         for batch in 0..self.batches.len() {
             self.stop_point(layer).await?;

@@ -3,7 +3,7 @@
 use crate::checkpoint::GptqLinear;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::model::{LinearSpec, Stored, linear_elem, linear_rows};
+use crate::model::{LinearSpec, Weights, linear_elem, linear_rows};
 use crate::tensor::{Host, Tensor};
 
 /// Rows and columns of a corner at most.
@@ -27,11 +27,11 @@ impl Corner {
     ///
     /// # Errors
     /// Those of the source.
-    pub(super) async fn of(stored: &Stored, spec: &LinearSpec, quantized: &GptqLinear) -> Result<Self> {
+    pub(super) async fn of(weights: &dyn Weights, spec: &LinearSpec, quantized: &GptqLinear) -> Result<Self> {
         let (rows, cols, n) = (SIDE.min(quantized.n), SIDE.min(quantized.k), quantized.k);
         let name = format!("{}.weight", spec.module);
-        let elem = linear_elem(stored, spec)?;
-        let bytes = linear_rows(stored, spec, 0..rows).await?;
+        let elem = linear_elem(weights, spec)?;
+        let bytes = linear_rows(weights, spec, 0..rows).await?;
         let tensor = Tensor::from_bytes(&Device::Cpu, elem, &[rows, n], &bytes)?;
         let at = |row: usize, col: usize| row * n + col;
         let weight: Box<dyn Fn(usize) -> f32> = match tensor.host_data()? {

@@ -102,7 +102,7 @@ impl Journal {
         let (x, y) = (&was.output, &now.output);
         let batch = format!("the micro-batch size ({})", face::MAX_MEMORY);
         let shards = format!("the number of files ({})", face::SHARD_SIZE);
-        let pairs: [(&dyn fmt::Display, _, _); 22] = [
+        let pairs: [(&dyn fmt::Display, _, _); 23] = [
             (&"the model", was.source.clone(), now.source.clone()),
             (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
             (&"the calibration text", was.text.clone(), now.text.clone()),
@@ -117,6 +117,7 @@ impl Journal {
             (&face::DAMP_PERCENT, (a.damp_percent as f32).to_string(), (b.damp_percent as f32).to_string()),
             (&face::ALPHA, alpha(a), alpha(b)),
             (&face::REFIT, a.refit.to_string(), b.refit.to_string()),
+            (&face::SCALING, a.scaling.name().to_owned(), b.scaling.name().to_owned()),
             (&face::FORMAT, x.format.to_string(), y.format.to_string()),
             (&face::OVERRIDE, overrides(x), overrides(y)),
             (&face::SKIP, list(x.skip.clone()), list(y.skip.clone())),

@@ -1,5 +1,7 @@
 //! One linear layer of a run: its inputs' factor, its rows quantized some at a time, the result written.
 
+use std::ops::Range;
+
 use web_time::Instant;
 
 use super::corner::Corner;
@@ -13,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::layer::{Calibration, Losses, Prepared, prepare, quantize_rows};
 use crate::model::arch::Stage;
-use crate::model::{Linear, LinearSpec, linear_elem, linear_rows, load_f32};
+use crate::model::{Linear, LinearSpec, Weights, linear_elem, linear_rows, load_f32};
 use crate::tensor::{Host, Tensor};
 
 /// Where a linear layer is, for rows and progress.
@@ -52,7 +54,10 @@ impl Run<'_> {
         let n = stage.linears.first().map_or(0, |spec| spec.in_features);
         let since = Instant::now();
         let scheme = &assigned.scheme;
-        let prepared = prepare(scheme, assigned.scale_type(), self.device, n, inputs, place).await?;
+        let mut prepared = prepare(scheme, assigned.scale_type(), self.device, n, inputs, place).await?;
+        if let Some(of_stage) = self.scaled.of(stage) {
+            prepared = prepared.scaled(of_stage.scale.clone());
+        }
         self.clock.add("factor", since);
         if prepared.fell_back() {
             self.warn(format!(
@@ -98,6 +103,7 @@ impl Run<'_> {
                 kept: logged(held.kept),
                 choice: held.choice,
             }),
+            scaling: self.scaled.of_module(&spec.module).map(|of_stage| of_stage.alpha),
             seconds: since.elapsed().as_secs_f64(),
         };
         self.clock.add("quantize", since);
@@ -111,7 +117,7 @@ impl Run<'_> {
         self.clock.add("write", since);
         self.observer.event(Event::Module(&row));
         if self.observer.wants_weights() {
-            let corner = Corner::of(self.stored, spec, &quantized).await?;
+            let corner = Corner::of(&self.scaled.weights, spec, &quantized).await?;
             self.observer.event(Event::Weights(&corner));
         }
         self.journal.modules.push(row);
@@ -125,7 +131,7 @@ impl Run<'_> {
     async fn bias_values(&self, spec: &LinearSpec, assigned: &Assigned) -> Result<Option<Vec<f32>>> {
         let Some(dtype) = assigned.bias else { return Ok(None) };
         let name = format!("{}.bias", spec.module);
-        let values = load_f32(self.stored, &name, &[spec.out_features]).await?;
+        let values = load_f32(&self.scaled.weights, &name, &[spec.out_features]).await?;
         stored_bias(values, dtype, &name).map(Some)
     }
 
@@ -138,6 +144,30 @@ impl Run<'_> {
         }
     }
 
+    /// Rows of a weight that are worked on at a time.
+    pub(super) fn pieces(&self, spec: &LinearSpec) -> impl Iterator<Item = Range<usize>> + use<> {
+        let rows = spec.out_features;
+        let step = self.plan.piece_rows(spec.in_features);
+        (0..rows).step_by(step).map(move |start| start..rows.min(start + step))
+    }
+
+    /// Rows of a weight as `weights` has them, [rows, in], on the device.
+    pub(super) async fn weight_rows(
+        &self,
+        weights: &dyn Weights,
+        spec: &LinearSpec,
+        rows: Range<usize>,
+    ) -> Result<Tensor> {
+        let (elem, shape) = (linear_elem(weights, spec)?, [rows.len(), spec.in_features]);
+        let bytes = linear_rows(weights, spec, rows.clone()).await?;
+        let weight = Tensor::from_bytes(&Device::Cpu, elem, &shape, &bytes)?;
+        check_finite(&weight, &format!("{}.weight", spec.module), rows.start)?;
+        match self.device {
+            Device::Cpu => Ok(weight),
+            Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &shape, &bytes),
+        }
+    }
+
     /// Quantizes one linear layer, some rows at a time.
     async fn quantize_linear(
         &mut self,
@@ -147,8 +177,7 @@ impl Run<'_> {
         used: bool,
     ) -> Result<(Option<Linear>, GptqLinear, Option<Losses>)> {
         let (rows, n) = (spec.out_features, spec.in_features);
-        let name = format!("{}.weight", spec.module);
-        let elem = linear_elem(self.stored, spec)?;
+        let scaled = self.scaled.clone();
         let groups = assigned.scheme.groups(n);
         let bias = self.bias_values(spec, assigned).await?;
         let mut result = GptqLinear {
@@ -163,17 +192,8 @@ impl Run<'_> {
         };
         let mut chunks = Vec::new();
         let mut loss: Option<Losses> = None;
-        let step = self.plan.piece_rows(n);
-        for start in (0..rows).step_by(step) {
-            let end = rows.min(start + step);
-            let bytes = linear_rows(self.stored, spec, start..end).await?;
-            let weight = Tensor::from_bytes(&Device::Cpu, elem, &[end - start, n], &bytes)?;
-            check_finite(&weight, &name, start)?;
-            let weight = match self.device {
-                Device::Cpu => weight,
-                Device::Gpu(_) => Tensor::from_bytes(self.device, elem, &[end - start, n], &bytes)?,
-            };
-            drop(bytes);
+        for Range { start, end } in self.pieces(spec) {
+            let weight = self.weight_rows(&scaled.weights, spec, start..end).await?;
             let part = quantize_rows(prepared, &weight, start..end).await?;
             result.codes.extend_from_slice(&part.codes);
             // The file has [groups, rows].
@@ -222,12 +242,9 @@ fn check_finite(weight: &Tensor, name: &str, first_row: usize) -> Result<()> {
 }
 
 /// A bias as the file keeps it, and so as the run must use it: a GPTQ file in f16, any other in the
-/// model's own type.
+/// model's own type, which factors folded into it may have left.
 fn stored_bias(values: Vec<f32>, dtype: DType, name: &str) -> Result<Vec<f32>> {
-    let rounded: Vec<f32> = match dtype {
-        DType::F16 => values.iter().copied().map(floats::round_to_f16).collect(),
-        _ => values.clone(),
-    };
+    let rounded: Vec<f32> = values.iter().map(|&value| floats::round_to(dtype, value)).collect();
     match rounded.iter().position(|x| !x.is_finite()) {
         None => Ok(rounded),
         Some(at) if values[at].is_finite() => Err(Error::numeric(

@@ -18,6 +18,7 @@ mod layer;
 pub mod plan;
 pub mod report;
 pub mod run;
+mod scaling;
 pub mod select;
 pub mod sensitivity;
 pub mod stream;

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::allocation::{Allocation, Unit};
 use super::groups::most_common;
+use super::scaling;
 use super::select::{Assignment, Output, assign, codes_together};
 use super::sensitivity;
 use super::stream::MOST_HELD;
@@ -15,7 +16,7 @@ use crate::checkpoint::{DType, Format, Layout, StoredLayer, TensorSpec};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::face;
-use crate::gptq::scheme::Scheme;
+use crate::gptq::scheme::{Alpha, Scaling, Scheme};
 use crate::kernels::scales::ScaleType;
 use crate::kernels::symmetric::PANEL;
 use crate::model::arch::{
@@ -314,6 +315,9 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             "the longest calibration sequence has {} tokens; the model was made for {}",
             options.longest, plan.config.max_position_embeddings
         ));
+    }
+    if plan.scheme.scaling != Scaling::None {
+        plan.warnings.extend(scaling::left_unscaled(&plan.config, &plan.assigned));
     }
     let rules = plan.quant_config(None)?.rules;
     if output.format != Format::CompressedTensors && !rules.is_empty() {
@@ -622,7 +626,26 @@ fn flops(
             sum += linear_flops(&options.scheme, spec, rows as usize, is_quantized(spec));
         }
     }
+    if options.scheme.scaling != Scaling::None {
+        let measuring = |stage: &Stage| {
+            measuring_flops(config, &options.scheme, &options.output, stage, options.tokens, options.longest)
+        };
+        sum += scaling::flops(config, assigned, measuring);
+    }
     sum
+}
+
+/// A stage's part of a pass that looks at the block's own inputs only.
+pub fn measuring_flops(
+    config: &ModelConfig,
+    scheme: &Scheme,
+    output: &Output,
+    stage: &Stage,
+    tokens: usize,
+    seq_len: usize,
+) -> f64 {
+    let scheme = Scheme { alpha: Alpha::Fixed(0.0), ..scheme.clone() };
+    stage_flops(config, &scheme, output, stage, tokens, seq_len)
 }
 
 /// A stage's part for `tokens` tokens in sequences of `seq_len`: their Hessian, and the attention
@@ -724,13 +747,18 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
         })
         .max()
         .map_or(0, bytes);
-    let sums = (2 + u64::from(scheme.refit)) * panels(widest)
+    // To find a scale: the 16-bit block and the text again, and a sweep with either inputs.
+    let scaled = scheme.scaling != Scaling::None;
+    let side = if scaled { stream } else { 0 };
+    let twice = if scaled && scheme.sweeps() { 2 } else { 0 };
+    let sums = (2 + twice + u64::from(scheme.refit)) * panels(widest)
         + if scheme.needs_original() { panels(widest) + drift } else { 0 }
         + if scheme.needs_held() { held } else { 0 };
     let beside = match scheme.needs_original() {
         true => half_weights + bytes(tokens * (hidden + width.max(inner))),
+        false if scaled => half_weights,
         false => 0,
-    };
+    } + side;
     // Before the run, where its widths are measured.
     let beside = match &options.output.mixed {
         Some(_) => beside.max(
@@ -859,6 +887,7 @@ impl Plan {
             "preset": self.scheme.preset,
             "act_order": self.scheme.desc_act,
             "scale_search": self.scheme.mse,
+            "scaling": self.scheme.scaling,
         })
         .as_object()
         .cloned()

@@ -31,6 +31,9 @@ pub struct ModuleRow {
     /// What held-out rows say, where some were held out.
     #[serde(default)]
     pub held: Option<HeldRow>,
+    /// The power of their mean magnitude that its inputs are divided by, where they are.
+    #[serde(default)]
+    pub scaling: Option<f64>,
     pub seconds: f64,
 }
 
@@ -56,13 +59,13 @@ pub fn logged(value: f64) -> f64 {
 
 impl ModuleRow {
     pub const CSV_HEADER: &str = "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,\
-        held_rtn,held_plain,held_kept,kept,seconds";
+        held_rtn,held_plain,held_kept,kept,scaling,seconds";
 
     pub fn csv(&self) -> String {
         let number = |value: Option<f64>| value.map_or(String::new(), |value| format!("{value:e}"));
         let held = |value: fn(&HeldRow) -> String| self.held.as_ref().map_or(String::new(), value);
         format!(
-            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{:.3}",
+            "{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{:.3}",
             self.layer,
             self.module,
             self.input,
@@ -79,6 +82,7 @@ impl ModuleRow {
             held(|held| format!("{:e}", held.plain)),
             held(|held| format!("{:e}", held.kept)),
             held(|held| format!("{:?}", held.choice).to_lowercase()),
+            self.scaling.map_or(String::new(), |alpha| alpha.to_string()),
             self.seconds
         )
     }

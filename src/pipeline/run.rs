@@ -10,6 +10,7 @@ use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
 use super::plan::{Plan, outside_blocks};
 use super::report::{RunReport, csv};
+use super::scaling::Scaled;
 use super::stream::{Batches, Flows};
 use super::unfinished::Unfinished;
 use crate::checkpoint::{CONFIG, Format, QUANTIZE_CONFIG, Writer, config::edited_config, is_weights_file};
@@ -99,6 +100,7 @@ pub async fn run(
         clock: Clock::default(),
         done: 0.0,
         observer,
+        scaled: Rc::new(Scaled::nothing(stored)),
     };
     let report = run.go(writer, begun).await?;
     sink.remove(JOURNAL).await?;
@@ -130,6 +132,8 @@ pub(super) struct Run<'a> {
     /// Floating-point operations behind it, for the progress bar.
     pub done: f64,
     pub observer: &'a mut dyn Observer,
+    /// The weights of the block at hand.
+    pub scaled: Rc<Scaled<'a>>,
 }
 
 impl Run<'_> {

@@ -376,7 +376,7 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
     let preset = serde_json::from_value::<Preset>(settings.preset.clone().into()).map_err(|_| {
         Error::options(
             format!("there is no preset \"{}\"", settings.preset),
-            "Use \"default\", \"fast\", \"reference\" or \"rtn\"",
+            "Use \"default\", \"fast\", \"reference\", \"awq\" or \"rtn\"",
         )
     })?;
     Scheme::chosen(&Choice {
@@ -390,6 +390,7 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
         damp_percent: settings.damp_percent,
         alpha: settings.alpha,
         refit: settings.refit,
+        scaling: None,
     })
 }
 

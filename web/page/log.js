@@ -74,11 +74,12 @@ export class Log {
 
   /** As the program's own quant_log.csv. */
   csv() {
-    const head = 'layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,held_rtn,held_plain,held_kept,kept,seconds';
+    const head = 'layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,held_rtn,held_plain,held_kept,kept,scaling,seconds';
     const held = (row) => ['alpha', 'rtn', 'plain', 'kept', 'choice'].map((name) => row.held?.[name] ?? null);
     const cell = (value) => (value === null ? '' : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value);
     return [head, ...this.#rows.map((row) => [row.layer, row.module, row.input, row.output, row.bits, row.group,
-      row.tokens, row.routed, row.damp, row.rtn_loss, row.gptq_loss, ...held(row), row.seconds.toFixed(3)].map(cell).join(','))].join('\n') + '\n';
+      row.tokens, row.routed, row.damp, row.rtn_loss, row.gptq_loss, ...held(row), row.scaling,
+      row.seconds.toFixed(3)].map(cell).join(','))].join('\n') + '\n';
   }
 
   #matches(row) {

@@ -12,6 +12,7 @@ const HINTS = {
   default: 'The least error: aims at the original’s outputs, and refines what the sweep leaves. The file is one that fast kernels load.',
   fast: 'One sweep with searched scales, the largest inputs first, in less than half of the time.',
   reference: 'What the original GPTQ program does, for comparison.',
+  awq: 'Inputs scaled by their size, as AWQ does, then rounding to nearest: for comparison.',
   rtn: 'Rounding to nearest, without calibration: the baseline.',
 };
 
@@ -139,10 +140,10 @@ function reflect() {
   form.elements.lm_head.disabled = tied;
   byId('average-line').hidden = form.elements.average.disabled = form.elements.bits.value !== 'average';
   show(byId('head-hint'), tied ? 'This model’s head is its embedding table, which stays in 16 bits.' : null);
-  for (const name of ['desc_act', 'damp_percent', 'alpha', 'refit', 'samples', 'seq_len', 'seed']) {
-    form.elements[name].disabled = preset === 'rtn';
-  }
-  const share = form.elements.alpha.value === 'fixed' && preset !== 'rtn';
+  const rounds = preset === 'rtn' || preset === 'awq';
+  for (const name of ['desc_act', 'damp_percent', 'alpha', 'refit']) form.elements[name].disabled = rounds;
+  for (const name of ['samples', 'seq_len', 'seed']) form.elements[name].disabled = preset === 'rtn';
+  const share = form.elements.alpha.value === 'fixed' && !rounds;
   byId('alpha-share').hidden = form.elements.alpha_share.disabled = !share;
   const following = preset === 'reference' && form.elements.group_size.value !== '-1';
   if (following) form.elements.refit.disabled = true;

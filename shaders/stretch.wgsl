@@ -1,0 +1,26 @@
+// Columns times factors of their own, in place: x[r][j] *= factors[j].
+//
+// Dispatch: a thread per element from `first` on, 64 in a workgroup, unfolded over x and y.
+// CPU twin: src/kernels/stretch.rs.
+struct Params {
+    n: u32,
+    // The elements that this dispatch changes.
+    first: u32,
+    end: u32,
+}
+
+@group(0) @binding(0) var<uniform> p: Params;
+@group(0) @binding(1) var<storage, read> factors: array<f32>; // [n]
+@group(0) @binding(2) var<storage, read_write> x: array<f32>; // [rows, n]
+
+@compute @workgroup_size(64)
+fn main(
+    @builtin(workgroup_id) group: vec3<u32>,
+    @builtin(num_workgroups) groups: vec3<u32>,
+    @builtin(local_invocation_index) local: u32,
+) {
+    let at = p.first + (group.y * groups.x + group.x) * 64u + local;
+    if at < p.end {
+        x[at] *= factors[at % p.n];
+    }
+}
