@@ -507,12 +507,12 @@ fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
     let lines: Vec<&str> = log.lines().collect();
     assert_eq!(
         lines[0],
-        "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,held_rtn,held_plain,held_kept,kept,seconds"
+        "layer,module,in,out,bits,group,tokens,routed,damp,rtn_loss,gptq_loss,alpha,held_rtn,held_plain,held_kept,kept,scaling,seconds"
     );
     assert_eq!(lines.len(), 22);
     for (line, row) in lines[1..].iter().zip(&report.modules) {
         let cells: Vec<&str> = line.split(',').collect();
-        assert_eq!(cells.len(), 17, "{line}");
+        assert_eq!(cells.len(), 18, "{line}");
         assert_eq!(
             cells[..7].join(","),
             format!("{},{},{},{},4,32,640", row.layer, row.module, row.input, row.output)
