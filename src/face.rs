@@ -54,6 +54,10 @@ pub const SHARD_SIZE: Words = words("--shard-size", "“Most in one file”");
 
 pub const USE_CPU: Words = words("Use --device cpu", "Choose the CPU as device");
 pub const GO_ON: Words = words("repeat the command with --resume to go on", "press “Resume” to go on");
+pub const BEGIN_AGAIN: Words = words(
+    "nothing is written yet; repeat the command to begin again",
+    "nothing is written yet; press “Quantize” to begin again",
+);
 pub const START_ANEW: Words =
     words("Start again with --overwrite", "Press “Start anew instead”, or choose another folder");
 pub const REPEAT_OR_START_ANEW: Words = words(
@@ -63,7 +67,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 30] = [
+pub const ALL: [Words; 31] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -91,6 +95,7 @@ pub const ALL: [Words; 30] = [
     SHARD_SIZE,
     USE_CPU,
     GO_ON,
+    BEGIN_AGAIN,
     START_ANEW,
     REPEAT_OR_START_ANEW,
     WHAT_SHOWS_IT,

@@ -351,6 +351,7 @@ fn packed_weights_generate_what_their_dequantized_weights_do() {
         damp_percent: 0.01,
         alpha: None,
         refit: None,
+        scaling: None,
     };
     let cases = [
         ("llama", choice(Preset::Default, 4, true, true)),

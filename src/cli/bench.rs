@@ -237,12 +237,15 @@ async fn bench_layer(args: LayerArgs) -> Result<()> {
 }
 
 async fn bench_model(args: ModelArgs) -> Result<()> {
-    let request = super::plan::Request { job: &args.job, text_optional: false, batch_tokens: None };
-    let prepared = super::plan::prepare(request).await?;
+    let request = super::plan::Request { job: &args.job, text_optional: false, stopped: None };
+    let mut prepared = super::plan::prepare(request).await?;
+    let mut silent = crate::pipeline::events::Silent;
+    if prepared.is_to_measure() {
+        prepared.settle(&mut silent).await?;
+    }
     let sink = std::rc::Rc::new(crate::storage::memory::MemorySink::new());
     let options = crate::pipeline::RunOptions { calibration: String::new(), resume: false };
-    let mut silent = crate::pipeline::events::Silent;
-    let super::plan::Prepared { stored, plan, segments, device } = &prepared;
+    let super::plan::Prepared { stored, plan, segments, device, .. } = &prepared;
     let report = crate::pipeline::run(stored, plan, segments, device, sink, &options, &mut silent).await?;
     let mut rows: Vec<Vec<String>> = report
         .seconds_by_step

@@ -37,9 +37,9 @@ pub struct Args {
     /// Input columns that share a scale; -1 for one group per row
     #[arg(long, value_delimiter = ',', allow_negative_numbers = true, default_values_t = [32, 64, 128])]
     group_size: Vec<i64>,
-    /// A preset, and what is changed of it: default+alpha=auto+refit
+    /// A preset, and what is changed of it: fast+alpha=0.5+refit
     #[arg(long, value_delimiter = ',', value_name = "METHOD", default_values = [
-        "rtn", "reference", "default", "default+refit", "default+alpha=auto", "default+alpha=auto+refit",
+        "rtn", "reference", "fast", "fast+refit", "fast+alpha=auto", "default",
     ])]
     methods: Vec<Method>,
     /// How many calibration samples are drawn anew
@@ -78,8 +78,9 @@ impl FromStr for Method {
             Some("rtn") => Preset::Rtn,
             Some("reference") => Preset::Reference,
             Some("default") => Preset::Default,
+            Some("fast") => Preset::Fast,
             Some("awq") => Preset::Awq,
-            _ => return Err("begins with rtn, awq, reference or default".to_owned()),
+            _ => return Err("begins with rtn, awq, reference, fast or default".to_owned()),
         };
         let mut scheme = Scheme::preset(preset, 4, Some(128));
         for part in parts {
@@ -244,15 +245,16 @@ mod tests {
     #[test]
     fn a_method_is_a_preset_and_what_is_changed_of_it() {
         let method = |text: &str| text.parse::<Method>().map(|method| method.scheme);
-        let full = method("default+alpha=auto+refit").unwrap();
+        let half = method("fast+alpha=0.5+refit").unwrap();
         assert_eq!(
-            full,
-            Scheme { alpha: Alpha::Measured, refit: true, ..Scheme::preset(Preset::Default, 4, Some(128)) }
+            half,
+            Scheme { alpha: Alpha::Fixed(0.5), refit: true, ..Scheme::preset(Preset::Fast, 4, Some(128)) }
         );
+        assert!(method("default").unwrap().refit);
         assert!(method("reference+mse+desc_act").unwrap().desc_act);
         for (wrong, says) in [
             ("best", "begins with"),
-            ("default+refits", "none of refit"),
+            ("fast+refits", "none of refit"),
             ("default+alpha=2", "out of range"),
             ("rtn+refit", "rtn rounds each weight for itself"),
         ] {

@@ -50,7 +50,7 @@ pub async fn run(args: Args) -> Result<()> {
     let calibration = calibration_segments(&text, &[demo::calibration()], &options)?;
     let evaluation = evaluation_segments(&text, &demo::evaluation(), SEQ_LEN, None)?;
     let stop = stop_flag();
-    let bar = ProgressBar::new(10);
+    let bar = ProgressBar::new(13);
     let going_on = async |_: usize, _: usize| !stop.load(std::sync::atomic::Ordering::SeqCst);
     let dense = perplexity(&stored, &evaluation, &device, &going_on).await?;
     bar.inc(1);
@@ -63,7 +63,7 @@ pub async fn run(args: Args) -> Result<()> {
         seconds: 0.0,
     }];
     for bits in [4, 3, 2] {
-        for preset in [Preset::Rtn, Preset::Reference, Preset::Default] {
+        for preset in [Preset::Rtn, Preset::Reference, Preset::Fast, Preset::Default] {
             let scheme = Scheme::preset(preset, bits, Some(GROUP));
             let (quantized, report) = trial(&stored, &scheme, &calibration, &device, &stop).await?;
             let result = perplexity(&quantized, &evaluation, &device, &going_on).await?;

@@ -9,6 +9,7 @@ macro_rules! say {
 }
 
 mod adapters;
+mod allocation;
 mod bench;
 mod bench_decode;
 mod bench_qmatmul;

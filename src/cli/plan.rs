@@ -2,15 +2,17 @@
 
 use std::path::{Path, PathBuf};
 
-use super::open;
 use super::options::JobArgs;
-use super::table;
+use super::progress::{Terminal, stop_flag};
+use super::{allocation, open, table};
 use crate::checkpoint::Layout;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::model::{ModelConfig, Stored};
+use crate::pipeline::journal::Inputs;
 use crate::pipeline::plan::human_bytes;
-use crate::pipeline::{Plan, PlanOptions, estimate, make_plan};
+use crate::pipeline::sensitivity::settle;
+use crate::pipeline::{ModulePlan, Observer, Plan, PlanOptions, estimate, make_plan};
 use crate::text::{DEFAULT_SAMPLES, Segments};
 
 #[derive(clap::Args)]
@@ -30,7 +32,25 @@ pub struct Prepared {
     pub stored: Stored,
     pub segments: Segments,
     pub device: Device,
+    options: PlanOptions,
     pub plan: Plan,
+}
+
+impl Prepared {
+    /// Whether the plan's bits are an average of which nothing is settled yet.
+    pub fn is_to_measure(&self) -> bool {
+        self.options.output.mixed.as_ref().is_some_and(|mixed| mixed.allocation.is_none())
+    }
+
+    /// Measures which layers should have how many bits, and makes the plan anew.
+    ///
+    /// # Errors
+    /// As [`settle`].
+    pub async fn settle(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let Self { stored, segments, device, options, plan } = self;
+        *plan = settle(stored, options, plan, segments, device, observer).await?;
+        Ok(())
+    }
 }
 
 /// What a plan is made from.
@@ -38,14 +58,17 @@ pub struct Request<'a> {
     pub job: &'a JobArgs,
     /// Without calibration text, assume as many tokens as asked for.
     pub text_optional: bool,
-    /// Those of a stopped run.
-    pub batch_tokens: Option<usize>,
+    /// Those of a stopped run, which keeps its micro-batches and the bits that it settled.
+    pub stopped: Option<&'a Inputs>,
 }
 
 /// Opens everything and makes the plan.
 pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
     let JobArgs { model, scheme, output, calibration, device, memory } = request.job;
-    let (scheme, output, shard_bytes) = (scheme.scheme()?, output.output(scheme)?, output.shard_bytes());
+    let (scheme, shard_bytes, mut output) = (scheme.scheme()?, output.shard_bytes(), output.output(scheme)?);
+    if let (Some(mixed), Some(stopped)) = (&mut output.mixed, request.stopped) {
+        mixed.allocation = stopped.output.mixed.as_ref().and_then(|mixed| mixed.allocation.clone());
+    }
     let stored = open::model(model).await?;
     // The model's own problems come before the calibration text's.
     let config = ModelConfig::of(&stored.checkpoint)?;
@@ -56,7 +79,7 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
         tokens: 0,
         longest: 0,
         max_memory: open::memory(memory),
-        batch_tokens: request.batch_tokens,
+        batch_tokens: request.stopped.map(|stopped| stopped.batch_tokens),
         shard_bytes,
     };
     let segments = if !options.scheme.needs_inputs() {
@@ -78,7 +101,7 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
     if options.scheme.needs_inputs() && !segments.rows.is_empty() {
         plan.warnings.extend(segments.warn_tokens(widest));
     }
-    Ok(Prepared { stored, segments, device, plan })
+    Ok(Prepared { stored, segments, device, options, plan })
 }
 
 /// Refuses a disk that cannot hold the result.
@@ -103,8 +126,15 @@ pub fn check_room(layout: &Layout, out: &Path) -> Result<()> {
 }
 
 pub async fn run(args: Args) -> Result<()> {
-    let request = Request { job: &args.job, text_optional: true, batch_tokens: None };
-    let Prepared { stored, segments, device, plan } = prepare(request).await?;
+    let request = Request { job: &args.job, text_optional: true, stopped: None };
+    let mut prepared = prepare(request).await?;
+    if prepared.is_to_measure() && !prepared.segments.rows.is_empty() {
+        let mut terminal = Terminal::new(stop_flag(), false);
+        let settled = prepared.settle(&mut terminal).await;
+        terminal.close();
+        settled?;
+    }
+    let Prepared { stored, segments, device, plan, .. } = prepared;
     if let Some(out) = &args.out {
         check_room(&plan.layout, out)?;
     }
@@ -122,6 +152,8 @@ pub async fn run(args: Args) -> Result<()> {
             "tokens": plan.tokens,
             "output_bytes": plan.layout.file_bytes(),
             "bits_per_weight": plan.bits_per_weight(),
+            "average_bits": plan.output.mixed.as_ref().map(|mixed| mixed.average),
+            "allocation": plan.output.mixed.as_ref().and_then(|mixed| mixed.allocation.as_ref()),
             "estimated_seconds": seconds,
             "calibration": (!segments.rows.is_empty()).then_some(&segments.report),
             "warnings": plan.warnings,
@@ -136,6 +168,12 @@ pub async fn run(args: Args) -> Result<()> {
 
 /// The table and the sums.
 pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &Plan) {
+    // Bits that are only assumed so far are not shown.
+    let assumed = plan.output.mixed.as_ref().filter(|mixed| mixed.allocation.is_none());
+    let bits = |module: &ModulePlan| {
+        let open = plan.units.iter().any(|unit| unit.modules.contains(&module.module));
+        assumed.filter(|_| open).map_or(module.bits.to_string(), |mixed| format!("~{}", mixed.average))
+    };
     let rows: Vec<Vec<String>> = plan
         .modules
         .iter()
@@ -146,7 +184,7 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
                 module.module.clone(),
                 module.input.to_string(),
                 module.output.to_string(),
-                module.bits.to_string(),
+                bits(module),
                 module.group.to_string(),
                 human_bytes(module.dense_bytes),
                 human_bytes(module.quantized_bytes),
@@ -177,6 +215,7 @@ pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &
         plan.output.format,
         plan.bits_per_weight()
     );
+    allocation::print(plan);
     say!(
         "memory on {}: about {} (text {}, between stages {}, weights {}, Hessian and factor {}, original model {}, working {})",
         device.describe(),

@@ -50,6 +50,11 @@ impl Terminal {
         self.bar.suspend(|| say!("{line}"));
     }
 
+    /// Prints something without the bar in its way.
+    pub fn aside(&self, print: impl FnOnce()) {
+        self.bar.suspend(print);
+    }
+
     pub fn close(&self) {
         self.bar.finish_and_clear();
     }
@@ -90,7 +95,16 @@ fn line(row: &ModuleRow) -> String {
 impl Observer for Terminal {
     fn event(&mut self, event: Event) {
         match event {
+            Event::Measuring { block, blocks, done, total } => {
+                self.bar.set_position((1000 * done / total.max(1)) as u64);
+                let place = match block < blocks {
+                    true => format!("block {}/{blocks}", block + 1),
+                    false => "output head".to_owned(),
+                };
+                self.bar.set_message(format!("{place}, what bits are worth"));
+            }
             Event::Started { blocks, done, tokens } => {
+                self.bar.reset();
                 (self.tokens, self.blocks) = (tokens, blocks);
                 if done > 0 {
                     self.bar.suspend(|| eprintln!("going on after {done} of {blocks} blocks"));

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
+use super::allocation;
 use super::options::JobArgs;
 use super::plan::{Prepared, Request, check_room, prepare};
 use super::progress::{Terminal, stop_flag};
@@ -42,14 +43,16 @@ pub async fn run(args: Args) -> Result<()> {
     let request = Request {
         job: &args.job,
         text_optional: false,
-        batch_tokens: stopped.map(|journal| journal.inputs.batch_tokens),
+        stopped: stopped.as_ref().map(|journal| &journal.inputs),
     };
-    let Prepared { stored, segments, device, plan } = prepare(request).await?;
-    check_room(&plan.layout, &args.out)?;
+    let mut prepared = prepare(request).await?;
+    check_room(&prepared.plan.layout, &args.out)?;
     let sink = open_out(&args)?;
     // From here on Ctrl-C leaves something to go on from.
     let stop = stop_flag();
+    let mut terminal = Terminal::new(stop, !args.json);
     if !args.json {
+        let Prepared { stored, segments, device, plan, .. } = &prepared;
         let from = if segments.rows.is_empty() {
             String::new()
         } else {
@@ -64,9 +67,22 @@ pub async fn run(args: Args) -> Result<()> {
             device.describe()
         );
     }
+    // A stopped run has settled it; one that is another is refused before it matters.
+    if prepared.is_to_measure() && stopped.is_none() {
+        let settled = prepared.settle(&mut terminal).await;
+        if settled.is_err() {
+            terminal.close();
+        }
+        settled?;
+        check_room(&prepared.plan.layout, &args.out)?;
+    }
+    let Prepared { stored, segments, device, plan, .. } = prepared;
+    if !args.json && plan.allocation.is_some() {
+        terminal.aside(|| allocation::print(&plan));
+        say!("");
+    }
     let options =
         RunOptions { calibration: args.job.calibration.segments().to_string(), resume: args.resume };
-    let mut terminal = Terminal::new(stop, !args.json);
     let outcome =
         run_pipeline(&stored, &plan, &segments, &device, sink.clone(), &options, &mut terminal).await;
     terminal.close();

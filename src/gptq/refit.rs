@@ -8,14 +8,45 @@ use crate::kernels::add::add_scaled;
 use crate::kernels::columns::gather;
 use crate::kernels::dequant::dequantize;
 use crate::kernels::descend::{self, descend};
+use crate::kernels::embedding::gather as gather_rows;
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
 use crate::kernels::refit::{self, refit};
 use crate::kernels::scales::Grid;
-use crate::kernels::symmetric::{PANEL, SymmetricPanels, add_product, reordered};
+use crate::kernels::symmetric::{PANEL, SymmetricPanels, add_outer_product, reordered};
 use crate::tensor::{Elem, Tensor};
 
 /// Passes over all groups. The first takes some 5 % of the loss at 3 bits, the second 2 %, later ones less.
 pub const PASSES: usize = 2;
+
+/// Columns whose products with H are made at once: those of a single group make thin products.
+const STRIP: usize = 256;
+
+/// Columns that are refined together.
+struct Piece {
+    c0: usize,
+    width: usize,
+    /// Number of the group that they belong to.
+    group: usize,
+    /// They are all of it.
+    whole: bool,
+}
+
+/// The pieces of `n` columns, group by group, some of them to a strip.
+fn strips(n: usize, group: usize) -> Vec<Vec<Piece>> {
+    let mut strips: Vec<Vec<Piece>> = Vec::new();
+    for (index, first) in (0..n).step_by(group).enumerate() {
+        let end = n.min(first + group);
+        for c0 in (first..end).step_by(PANEL) {
+            let width = PANEL.min(end - c0);
+            let piece = Piece { c0, width, group: index, whole: width == end - first };
+            match strips.last_mut().filter(|strip| c0 + width - strip[0].c0 <= STRIP) {
+                Some(strip) => strip.push(piece),
+                None => strips.push(vec![piece]),
+            }
+        }
+    }
+    strips
+}
 
 /// The codes and scales of `from`, refined so that ‖(target − Ŵ)·L‖² is less; `target` f32 [rows, n], natural
 /// columns. Groups wider than a panel of H keep their scales.
@@ -44,23 +75,36 @@ pub async fn refined(
     let order = Tensor::from_u32(device, &[n], (0..n as u32).collect())?;
     let damped = factor.diagonal.iter().map(|&d| d + factor.lambda).collect();
     let damped = Tensor::from_f32(device, &[n], damped)?;
+    let strips = strips(n, group);
     for _ in 0..PASSES {
-        for (index, first) in (0..n).step_by(group).enumerate() {
-            let end = n.min(first + group);
-            for c0 in (first..end).step_by(PANEL) {
-                let width = PANEL.min(end - c0);
-                let below = reordered(h, &order, &damped, c0, c0 + width)?;
-                let mut pull = Tensor::zeros(device, Elem::F32, &[rows, width])?;
-                add_product(&mut pull, 0, &errors, h, &below, c0, 1.0)?;
-                if width == end - first {
+        for strip in &strips {
+            let (first, end) = (strip[0].c0, strip.last().map_or(n, |piece| piece.c0 + piece.width));
+            let below = reordered(h, &order, &damped, first, end)?;
+            // What columns outside of the strip pull at those in it stays as it is.
+            let mut outer = Tensor::zeros(device, Elem::F32, &[rows, end - first])?;
+            add_outer_product(&mut outer, &errors, h, &below, first)?;
+            for piece in strip {
+                let (at, width) = (piece.c0 - first, piece.width);
+                let columns = Tensor::from_u32(device, &[width], (at as u32..(at + width) as u32).collect())?;
+                let mut pull = gather(&outer, &columns)?;
+                let inside = Mat::of(&errors).part(0, first, rows, end - first);
+                let across = Mat::of(&below).part(0, at, end - first, width);
+                gemm(Target::of(&mut pull), inside, across, Scaling::ADD, None)?;
+                let own: Vec<u32> = (at as u32..(at + width) as u32).collect();
+                let square = gather(&gather_rows(&[&below], &own)?, &columns)?;
+                if piece.whole {
                     let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-                    let own = Mat::of(&units).part(0, c0, rows, width);
-                    let square = Mat::of(&below).part(0, 0, width, width);
-                    gemm(Target::of(&mut push), own, square, Scaling::SET, None)?;
-                    let group = refit::Group { push: &push, units: &units, c0, index };
+                    let own = Mat::of(&units).part(0, piece.c0, rows, width);
+                    gemm(Target::of(&mut push), own, Mat::of(&square), Scaling::SET, None)?;
+                    let group = refit::Group { push: &push, units: &units, c0: piece.c0, index: piece.group };
                     refit(group, prepared.kind.scale_type, &mut pull, &mut grid.scales, &mut errors)?;
                 }
-                let group = descend::Group { square: &below, c0, index, maxq: prepared.maxq() };
+                let group = descend::Group {
+                    square: &square,
+                    c0: piece.c0,
+                    index: piece.group,
+                    maxq: prepared.maxq(),
+                };
                 descend(group, &grid, &mut pull, &mut units, &mut errors)?;
             }
         }
@@ -126,6 +170,17 @@ mod tests {
             assert!(again.to_f32().await.unwrap() == after.dequantized.to_f32().await.unwrap());
             [found[0], found[1]]
         })
+    }
+
+    #[test]
+    fn strips_hold_whole_groups_in_their_order() {
+        let of = |n, group| -> Vec<Vec<(usize, usize, usize, bool)>> {
+            let tell = |piece: &Piece| (piece.c0, piece.width, piece.group, piece.whole);
+            strips(n, group).iter().map(|strip| strip.iter().map(tell).collect()).collect()
+        };
+        assert_eq!(of(330, 128), [vec![(0, 128, 0, true), (128, 128, 1, true)], vec![(256, 74, 2, true)]]);
+        assert_eq!(of(640, 640), [vec![(0, 512, 0, false)], vec![(512, 128, 0, false)]]);
+        assert_eq!(of(100, 100), [[(0, 100, 0, true)]]);
     }
 
     /// Over more than one panel of H, and in a group wider than one, too.

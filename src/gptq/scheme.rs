@@ -1,4 +1,4 @@
-//! What is asked of the quantizer: one struct, three named points in it.
+//! What is asked of the quantizer: one struct, four named points in it.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,8 +10,11 @@ use crate::kernels::scales::{Fit, GridKind, ScaleType};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Preset {
-    /// Static scales searched with the inputs' importance, columns by falling importance.
+    /// Aims at the original model's outputs and refines what the sweep leaves.
     Default,
+    /// One sweep without the original beside: static scales searched with the inputs' importance, columns by
+    /// falling importance.
+    Fast,
     /// What the original GPTQ program does.
     Reference,
     /// Round to nearest: no calibration, min-max scales.
@@ -57,6 +60,7 @@ impl Preset {
     pub fn name(self) -> &'static str {
         match self {
             Self::Default => "default",
+            Self::Fast => "fast",
             Self::Reference => "reference",
             Self::Rtn => "rtn",
             Self::Awq => "awq",
@@ -125,8 +129,10 @@ impl Scheme {
             refit: false,
             scaling: Scaling::None,
         };
+        let fast = Self { desc_act: true, static_groups: true, mse: true, ..plain.clone() };
         match preset {
-            Preset::Default => Self { desc_act: true, static_groups: true, mse: true, ..plain },
+            Preset::Default => Self { alpha: Alpha::Measured, refit: true, ..fast },
+            Preset::Fast => fast,
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
             Preset::Awq => Self { static_groups: true, mse: true, scaling: Scaling::Awq, ..plain },
@@ -141,17 +147,17 @@ impl Scheme {
     pub fn chosen(choice: &Choice) -> Result<Self> {
         let group_size = Self::group_size_of(choice.group_size)?;
         let base = Self::preset(choice.preset, choice.bits, group_size);
-        let scheme = Self {
+        let mut scheme = Self {
             sym: choice.sym,
             desc_act: choice.desc_act.unwrap_or(base.desc_act),
             static_groups: choice.static_groups.unwrap_or(base.static_groups),
             mse: choice.mse.unwrap_or(base.mse),
             damp_percent: choice.damp_percent,
             alpha: choice.alpha.unwrap_or(base.alpha),
-            refit: choice.refit.unwrap_or(base.refit),
             scaling: choice.scaling.unwrap_or(base.scaling),
             ..base
         };
+        scheme.refit = choice.refit.unwrap_or(scheme.refit && scheme.can_refit());
         scheme.check()?;
         Ok(scheme)
     }
@@ -215,7 +221,7 @@ impl Scheme {
                 format!("Leave out {} and {}", face::ALPHA, face::REFIT),
             ));
         }
-        if self.refit && !self.static_groups && self.group_size.is_some() {
+        if self.refit && !self.can_refit() {
             return Err(Error::options(
                 format!("{} fits the scales of static groups", face::REFIT),
                 format!("Leave it out, or add {}", face::STATIC_GROUPS),
@@ -260,6 +266,11 @@ impl Scheme {
         self.needs_original() || self.refit || self.sweeps() && self.scaling != Scaling::None
     }
 
+    /// Whether scales are there before the sweep, so that they can be fitted again.
+    pub fn can_refit(&self) -> bool {
+        self.static_groups || self.group_size.is_none()
+    }
+
     /// Groups of a row of `n` columns.
     pub fn groups(&self, n: usize) -> usize {
         self.group_size.map_or(1, |size| n.div_ceil(size))
@@ -281,5 +292,35 @@ impl Scheme {
             (true, _) => Fit::Weighted,
         };
         GridKind { bits: self.bits, sym: self.sym, fit, scale_type }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CHOICE: Choice = Choice {
+        preset: Preset::Default,
+        bits: 4,
+        group_size: 128,
+        sym: true,
+        desc_act: None,
+        static_groups: None,
+        mse: None,
+        damp_percent: 0.01,
+        alpha: None,
+        refit: None,
+        scaling: None,
+    };
+
+    #[test]
+    fn scales_that_follow_the_order_are_not_refitted_unless_that_is_asked_for() {
+        assert!(Scheme::chosen(&CHOICE).unwrap().refit);
+        let following = Choice { static_groups: Some(false), ..CHOICE };
+        let scheme = Scheme::chosen(&following).unwrap();
+        assert!(!scheme.refit && scheme.alpha == Alpha::Measured);
+        assert!(Scheme::chosen(&Choice { group_size: -1, ..following.clone() }).unwrap().refit);
+        let error = Scheme::chosen(&Choice { refit: Some(true), ..following }).unwrap_err();
+        assert!(error.to_string().contains("--refit"), "{error}");
     }
 }

@@ -70,35 +70,46 @@ fn cpu(
 ) -> Result<()> {
     let Group { push, units, c0, index } = group;
     let (n, width, groups) = (errors.cols(), pull.cols(), scales.cols());
-    let (pull, push, units) = (pull.f32s_mut()?, push.f32s()?, units.f32s()?);
-    let scales = scales.f32s_mut()?;
-    let old: Vec<f32> = scales.iter().skip(index).step_by(groups).copied().collect();
-    let mut new = old.clone();
-    for_chunks(&mut new, 1, |row, new| {
-        let units = &units[row * n + c0..][..width];
-        let above = dot(&pull[row * width..][..width], units);
-        let below = dot(&push[row * width..][..width], units);
-        let old = new[0];
-        let best = old + above / below;
-        if below > 0.0 && best * old.signum() > 0.0 && best.abs() <= LARGEST {
-            new[0] = best.abs();
-            round_scales(scale_type, new);
-            new[0] *= old.signum();
+    let (push, units) = (push.f32s()?, units.f32s()?);
+    let mut rows: Vec<Row> = pull
+        .f32s_mut()?
+        .chunks_mut(width)
+        .zip(errors.f32s_mut()?.chunks_mut(n))
+        .zip(scales.f32s_mut()?.iter_mut().skip(index).step_by(groups))
+        .map(|((pull, errors), scale)| Row { pull, errors: &mut errors[c0..c0 + width], scale })
+        .collect();
+    for_chunks(&mut rows, 1, |row, slice| {
+        let Row { pull, errors, scale } = &mut slice[0];
+        let (push, units) = (&push[row * width..][..width], &units[row * n + c0..][..width]);
+        let below = dot(push, units);
+        let best = **scale + dot(pull, units) / below;
+        if !(below > 0.0 && best * scale.signum() > 0.0 && best.abs() <= LARGEST) {
+            return;
         }
+        let mut new = [best.abs()];
+        round_scales(scale_type, &mut new);
+        let new = new[0] * scale.signum();
+        follow(**scale - new, push, units, pull, errors);
+        **scale = new;
     });
-    for_chunks(errors.f32s_mut()?, n, |row, errors| {
-        let moved = old[row] - new[row];
-        let units = &units[row * n + c0..][..width];
-        errors[c0..c0 + width].iter_mut().zip(units).for_each(|(error, unit)| *error += moved * unit);
-    });
-    for_chunks(pull, width, |row, pull| {
-        let moved = old[row] - new[row];
-        pull.iter_mut().zip(&push[row * width..]).for_each(|(pull, push)| *pull += moved * push);
-    });
-    for (row, new) in new.into_iter().enumerate() {
-        scales[row * groups + index] = new;
-    }
     Ok(())
+}
+
+struct Row<'a> {
+    pull: &'a mut [f32],
+    errors: &'a mut [f32],
+    scale: &'a mut f32,
+}
+
+multiversion! {
+    fn follow(moved: f32, push: &[f32], units: &[f32], pull: &mut [f32], errors: &mut [f32]) {
+        for (error, unit) in errors.iter_mut().zip(units) {
+            *error += moved * unit;
+        }
+        for (pull, push) in pull.iter_mut().zip(push) {
+            *pull += moved * push;
+        }
+    }
 }
 
 multiversion! {

@@ -113,10 +113,42 @@ pub fn add_product(
     c0: usize,
     factor: f32,
 ) -> Result<()> {
-    let (rows, width) = (left.rows(), below.cols());
+    let (rows, own) = (left.rows(), below.cols());
     let scaling = Scaling { alpha: factor, beta: 1.0 };
-    let right = Mat::of(left).part(0, c0, rows, h.n - c0);
-    gemm(Target::at(out, 0, at), right, Mat::of(below), scaling, None)?;
+    let inside = Mat::of(left).part(0, c0, rows, own);
+    gemm(Target::at(out, 0, at), inside, Mat::of(below).part(0, 0, own, own), scaling, None)?;
+    add_outside(out, at, left, h, below, c0, scaling)
+}
+
+/// out += X·H[:, c0..c1] as [`add_product`], without the rows c0..c1 of H.
+///
+/// # Errors
+/// [`Error::Internal`] when shapes do not fit.
+pub fn add_outer_product(
+    out: &mut Tensor,
+    left: &Tensor,
+    h: &SymmetricPanels,
+    below: &Tensor,
+    c0: usize,
+) -> Result<()> {
+    add_outside(out, 0, left, h, below, c0, Scaling::ADD)
+}
+
+fn add_outside(
+    out: &mut Tensor,
+    at: usize,
+    left: &Tensor,
+    h: &SymmetricPanels,
+    below: &Tensor,
+    c0: usize,
+    scaling: Scaling,
+) -> Result<()> {
+    let (rows, width) = (left.rows(), below.cols());
+    let c1 = c0 + width;
+    if c1 < h.n {
+        let right = Mat::of(left).part(0, c1, rows, h.n - c1);
+        gemm(Target::at(out, 0, at), right, Mat::of(below).part(width, 0, h.n - c1, width), scaling, None)?;
+    }
     // What is above these rows lies across in the panels before.
     for (p, panel) in h.panels.iter().enumerate() {
         let first = p * PANEL;

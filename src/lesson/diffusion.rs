@@ -51,7 +51,7 @@ impl Diffusion {
     pub async fn solve(&self, layer: &Layer) -> Result<Diffused> {
         let inputs = &layer.inputs;
         let (weight, h) = (&layer.weight, &inputs.hessian);
-        let done = quantize(&self.setting.scheme(Preset::Default)?, Taken::Natural, weight, h).await?;
+        let done = quantize(&self.setting.scheme(Preset::Fast)?, Taken::Natural, weight, h).await?;
         let factor = done.factor().ok_or_else(no_factor)?;
         let rounded = quantize(&self.setting.scheme(Preset::Rtn)?, Taken::Natural, weight, h).await?;
         let (steps, rows, columns) = steps(layer, &done)?;
@@ -134,7 +134,7 @@ mod tests {
         for module in ["model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"] {
             let layer = layer(module, 512);
             let setting = Setting { bits: 3, group_size: 64, sym: true, search: true, damp_percent: 0.01 };
-            let scheme = setting.scheme(Preset::Default).unwrap();
+            let scheme = setting.scheme(Preset::Fast).unwrap();
             let done = quantize(&scheme, Taken::Natural, &layer.weight, &layer.inputs.hessian);
             let done = pollster::block_on(done).unwrap();
             let (steps, rows, columns) = steps(&layer, &done).unwrap();

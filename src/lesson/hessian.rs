@@ -169,7 +169,7 @@ impl Damping {
         let inputs = &layer.inputs;
         let mut points = Vec::new();
         for (index, damp_percent) in DAMPINGS.into_iter().enumerate() {
-            let scheme = Setting { damp_percent, ..self.setting.clone() }.scheme(Preset::Default)?;
+            let scheme = Setting { damp_percent, ..self.setting.clone() }.scheme(Preset::Fast)?;
             let done = quantize(&scheme, Taken::Natural, &layer.weight, &inputs.hessian).await?;
             let factor = done.factor().ok_or_else(no_factor)?;
             let mut pivots = Vec::with_capacity(inputs.n);

@@ -23,7 +23,7 @@ pub struct Setting {
     /// −1 for one group per row.
     pub group_size: i64,
     pub sym: bool,
-    /// Scales by search, as the preset default has them, instead of min-max.
+    /// Scales by search, as the preset fast has them, instead of min-max.
     pub search: bool,
     pub damp_percent: f64,
 }
@@ -238,7 +238,7 @@ mod tests {
     #[test]
     fn losses_are_those_that_the_product_reports() {
         let layer = layer("model.layers.0.mlp.down_proj", 512);
-        let scheme = SETTING.scheme(Preset::Default).unwrap();
+        let scheme = SETTING.scheme(Preset::Fast).unwrap();
         let rtn_scheme = SETTING.scheme(Preset::Rtn).unwrap();
         for taken in [Taken::Natural, Taken::Descending, Taken::Ascending] {
             let run = |scheme| quantize(scheme, taken, &layer.weight, &layer.inputs.hessian);
@@ -265,7 +265,7 @@ mod tests {
     fn scaling_by_one_changes_nothing() {
         let layer = layer("model.layers.0.self_attn.q_proj", 256);
         let ones = vec![1.0; 256];
-        for preset in [Preset::Rtn, Preset::Default] {
+        for preset in [Preset::Rtn, Preset::Fast] {
             let scheme = SETTING.scheme(preset).unwrap();
             let plain = quantize(&scheme, Taken::Natural, &layer.weight, &layer.inputs.hessian);
             let plain = pollster::block_on(plain).unwrap().error;

@@ -58,7 +58,7 @@ impl Ordering {
         let (weight, h) = (&layer.weight, &inputs.hessian);
         let mut orders = Vec::new();
         for taken in [Taken::Natural, Taken::Descending, Taken::Ascending] {
-            let done = quantize(&self.setting.scheme(Preset::Default)?, taken, weight, h).await?;
+            let done = quantize(&self.setting.scheme(Preset::Fast)?, taken, weight, h).await?;
             let factor = done.factor().ok_or_else(no_factor)?;
             orders.push(Taking {
                 taken: Some(taken),

@@ -87,7 +87,7 @@ impl Beside {
             }
             let Some((alpha, awq, held_awq)) = best else { continue };
             let s = factors(&inputs.magnitude, alpha);
-            let scheme = setting.scheme(Preset::Default)?;
+            let scheme = setting.scheme(Preset::Fast)?;
             let own = |taken| quantize(&scheme, taken, &layer.weight, &inputs.hessian);
             let rtn_scheme = setting.scheme(Preset::Rtn)?;
             let rtn = quantize(&rtn_scheme, Taken::Natural, &layer.weight, &inputs.hessian);
@@ -95,7 +95,7 @@ impl Beside {
                 ("rtn", rtn.await?.error),
                 ("gptq", own(Taken::Natural).await?.error),
                 ("gptq_order", own(Taken::Descending).await?.error),
-                ("awq_gptq", scaled(&setting, layer, &s, Preset::Default, Taken::Natural).await?),
+                ("awq_gptq", scaled(&setting, layer, &s, Preset::Fast, Taken::Natural).await?),
             ];
             let mut methods =
                 vec![Entry { name: "awq".to_owned(), loss: sum(&awq), held_loss: sum(&held_awq) }];

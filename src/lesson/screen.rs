@@ -123,7 +123,7 @@ impl Screen {
             (-((y0 - y1).powi(2) + (x0 - x1).powi(2)) / (4.0 * self.sigma.powi(2))).exp() as f32
         };
         let h: Vec<f32> = (0..n * n).map(overlap).collect();
-        let scheme = Scheme { desc_act: false, ..Scheme::preset(Preset::Default, self.bits, None) };
+        let scheme = Scheme { desc_act: false, ..Scheme::preset(Preset::Fast, self.bits, None) };
         let h = panels(&h, n)?;
         let prepared =
             prepare(&scheme, ScaleType::F32, &Device::Cpu, n, Some(Rc::new(h).into()), "this picture")

@@ -175,6 +175,15 @@ impl Block {
         self.linears.insert(spec.module.clone(), linear);
     }
 
+    /// Puts `linear` in the place of another, which it gives back.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] when there is no other.
+    pub fn exchange(&mut self, spec: &LinearSpec, linear: Linear) -> Result<Linear> {
+        let absent = || Error::Internal(format!("{} is not in its block yet", spec.module));
+        self.linears.insert(spec.module.clone(), linear).ok_or_else(absent)
+    }
+
     /// The linear layer of this name.
     fn linear(&self, spec: &LinearSpec) -> Result<&Linear> {
         let absent = || Error::Internal(format!("{} is not in its block yet", spec.module));

@@ -76,11 +76,11 @@ pub fn largest(in_features: usize) -> Option<usize> {
     SIZES.into_iter().find(|size| in_features.is_multiple_of(*size))
 }
 
-/// The size that most layers have, of equally many the largest: the one that needs no mention.
-pub fn most_common(sizes: impl Iterator<Item = Option<usize>>) -> Option<usize> {
-    let mut counts: BTreeMap<Option<usize>, usize> = BTreeMap::new();
-    sizes.for_each(|size| *counts.entry(size).or_default() += 1);
-    counts.into_iter().max_by_key(|(size, count)| (*count, *size)).and_then(|(size, _)| size)
+/// What most layers have, of equally many the largest: that which needs no mention.
+pub fn most_common<T: Ord + Copy>(values: impl Iterator<Item = T>) -> Option<T> {
+    let mut counts: BTreeMap<T, usize> = BTreeMap::new();
+    values.for_each(|value| *counts.entry(value).or_default() += 1);
+    counts.into_iter().max_by_key(|(value, count)| (*count, *value)).map(|(value, _)| value)
 }
 
 #[cfg(test)]
@@ -94,9 +94,10 @@ mod tests {
         {
             assert_eq!(largest(inputs), size, "{inputs}");
         }
-        assert_eq!(most_common([Some(64), Some(128), Some(64), None].into_iter()), Some(64));
-        assert_eq!(most_common([Some(64), Some(128)].into_iter()), Some(128));
-        assert_eq!(most_common([None, None, Some(128)].into_iter()), None);
+        assert_eq!(most_common([Some(64), Some(128), Some(64), None].into_iter()), Some(Some(64)));
+        assert_eq!(most_common([Some(64), Some(128)].into_iter()), Some(Some(128)));
+        assert_eq!(most_common([None, None, Some(128)].into_iter()), Some(None));
+        assert_eq!(most_common(std::iter::empty::<u32>()), None);
     }
 
     #[test]

@@ -93,6 +93,10 @@ impl Journal {
             Alpha::Fixed(alpha) => (alpha as f32).to_string(),
             Alpha::Measured => "auto".to_owned(),
         };
+        let bits = |scheme: &Scheme, output: &Output| match &output.mixed {
+            Some(mixed) => mixed.average.to_string(),
+            None => scheme.bits.to_string(),
+        };
         let list = |texts: Vec<String>| if texts.is_empty() { "none".to_owned() } else { texts.join(" ") };
         let overrides = |output: &Output| list(output.overrides.iter().map(Override::to_string).collect());
         let (x, y) = (&was.output, &now.output);
@@ -103,7 +107,7 @@ impl Journal {
             (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
             (&"the calibration text", was.text.clone(), now.text.clone()),
             (&face::PRESET, format!("{:?}", a.preset), format!("{:?}", b.preset)),
-            (&face::BITS, a.bits.to_string(), b.bits.to_string()),
+            (&face::BITS, bits(a, x), bits(b, y)),
             (&face::GROUP_SIZE, group(a, x), group(b, y)),
             (&face::SYM, a.sym.to_string(), b.sym.to_string()),
             (&face::DESC_ACT, a.desc_act.to_string(), b.desc_act.to_string()),

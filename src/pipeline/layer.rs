@@ -121,7 +121,9 @@ impl Run<'_> {
             self.observer.event(Event::Weights(&corner));
         }
         self.journal.modules.push(row);
-        self.advance(place.layer, place.stage, linear_flops(scheme, spec, place.rows.count, true));
+        // The plan counts rows that are held out, too.
+        let tokens = place.rows.count * self.batches.tokens() / self.batches.summed_tokens().max(1);
+        self.advance(place.layer, place.stage, linear_flops(scheme, spec, tokens, true));
         Ok(linear)
     }
 
@@ -145,7 +147,7 @@ impl Run<'_> {
     /// Rows of a weight that are worked on at a time.
     pub(super) fn pieces(&self, spec: &LinearSpec) -> impl Iterator<Item = Range<usize>> + use<> {
         let rows = spec.out_features;
-        let step = (self.plan.piece_bytes / (4 * spec.in_features) / 64 * 64).max(64);
+        let step = self.plan.piece_rows(spec.in_features);
         (0..rows).step_by(step).map(move |start| start..rows.min(start + step))
     }
 

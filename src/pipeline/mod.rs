@@ -3,6 +3,8 @@
 //! [`plan`] checks everything that can be checked before any work; [`run`] goes block by block and
 //! stage by stage; [`journal`] lets a stopped run go on; [`events`] tells what is happening.
 
+pub mod allocation;
+mod bits;
 mod block;
 pub mod check;
 pub mod convert;
@@ -18,9 +20,12 @@ pub mod report;
 pub mod run;
 mod scaling;
 pub mod select;
+pub mod sensitivity;
 pub mod stream;
 mod unfinished;
 
+pub use allocation::Allocation;
+pub use bits::{Average, Bits, Mixed};
 pub use corner::Corner;
 pub use events::{Event, Observer};
 pub use groups::Groups;

@@ -5,9 +5,11 @@ use std::collections::HashMap;
 
 use serde::Serialize;
 
+use super::allocation::{Allocation, Unit};
 use super::groups::most_common;
 use super::scaling;
-use super::select::{Output, assign};
+use super::select::{Assignment, Output, assign, codes_together};
+use super::sensitivity;
 use super::stream::MOST_HELD;
 use crate::checkpoint::config::{LM_HEAD, QuantConfig, Scheme as StoredScheme};
 use crate::checkpoint::{DType, Format, Layout, StoredLayer, TensorSpec};
@@ -128,6 +130,10 @@ pub struct Plan {
     pub assigned: HashMap<String, Option<Assigned>>,
     /// Those that are quantized.
     pub modules: Vec<ModulePlan>,
+    /// Where the bits are an average, the layers that count in it, and how many bits each has: settled if
+    /// `output` has them, else assumed.
+    pub units: Vec<Unit>,
+    pub allocation: Option<Allocation>,
     /// Those that stay in 16 bits as asked.
     pub skipped: Vec<String>,
     /// Other matrices, that no scheme is for: routers, and what a model has beside its text.
@@ -207,12 +213,26 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     let stages = all_stages(&config, output);
     let specs = specs_of(&stages);
     check_extras(stored, &specs)?;
+    if let Some(mixed) = output.mixed.as_ref().filter(|_| !options.scheme.needs_inputs()) {
+        return Err(Error::options(
+            format!(
+                "{} {} is an average, whose layers are measured on calibration text; {} rtn looks at none",
+                face::BITS,
+                mixed.average,
+                face::PRESET
+            ),
+            format!("Choose another {}, or 2, 3, 4 or 8 bits for all layers", face::PRESET),
+        ));
+    }
     let mut assigned = HashMap::new();
     let mut scheme = options.scheme.clone();
-    let schemes =
-        assign(&options.scheme, output, &stages.iter().map(|(_, stage)| stage.clone()).collect::<Vec<_>>())?;
+    let Assignment { schemes, units, allocation } = assign(&options.scheme, output, &stages)?;
+    if output.mixed.is_some() {
+        scheme.bits =
+            most_common(schemes.values().flatten().map(|scheme| scheme.bits)).unwrap_or(scheme.bits);
+    }
     if output.auto_groups {
-        scheme.group_size = most_common(schemes.values().flatten().map(|scheme| scheme.group_size));
+        scheme.group_size = most_common(schemes.values().flatten().map(|scheme| scheme.group_size)).flatten();
     }
     for (_, stage) in &stages {
         let scale = scale_dtype(stored, output.format, stage)?;
@@ -283,6 +303,8 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         assigned,
         config,
         modules,
+        units,
+        allocation,
         skipped,
         left,
         layout,
@@ -438,12 +460,7 @@ fn check_groups(
     let scheme_of = |spec: &LinearSpec| assigned.get(&spec.module)?.as_ref().map(|assigned| &assigned.scheme);
     for (_, _, spec) in specs {
         let Some(scheme) = scheme_of(spec) else { continue };
-        // 32 codes of any width fill whole words; 2, 4 and 8 bits need only 32 / bits.
-        let run = match (options.output.format, scheme.bits) {
-            (Format::CompressedTensors, _) => 1,
-            (_, 3) => 32,
-            (_, bits) => 32 / bits as usize,
-        };
+        let run = codes_together(options.output.format, scheme.bits);
         for (what, size) in [("input", spec.in_features), ("output", spec.out_features)] {
             if !size.is_multiple_of(run) {
                 return Err(Error::options(
@@ -742,6 +759,14 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
         false if scaled => half_weights,
         false => 0,
     } + side;
+    // Before the run, where its widths are measured.
+    let beside = match &options.output.mixed {
+        Some(_) => beside.max(
+            half_weights
+                + bytes(3 * sensitivity::tokens(widest, options.longest).min(tokens) * (hidden + inner)),
+        ),
+        None => beside,
+    };
     let copies = if scheme.needs_held() { 11 } else { 5 };
     let pieces = copies * bytes(largest).min(plan.piece_bytes as u64) + head;
     let working =
@@ -813,6 +838,11 @@ impl Plan {
         let weights: usize = self.modules.iter().map(|module| module.input * module.output).sum();
         // g_idx belongs to the format, not to the weights' precision; it is counted all the same.
         8.0 * bytes as f64 / weights.max(1) as f64
+    }
+
+    /// Rows of a weight of `n` inputs that are quantized at a time.
+    pub fn piece_rows(&self, n: usize) -> usize {
+        (self.piece_bytes / (4 * n) / 64 * 64).max(64)
     }
 
     /// How a linear layer is quantized, `None` for one that stays in 16 bits.

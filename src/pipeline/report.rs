@@ -2,6 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::allocation::Allocation;
 use crate::gptq::layer::Choice;
 
 /// One quantized linear layer; a row of `quant_log.csv`.
@@ -109,6 +110,8 @@ pub struct RunReport {
     pub output_bytes: u64,
     /// Bits per weight of the quantized linear layers, scales and zero points included.
     pub bits_per_weight: f64,
+    /// Where the bits are an average, which layers have how many.
+    pub allocation: Option<Allocation>,
     pub warnings: Vec<String>,
 }
 

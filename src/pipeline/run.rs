@@ -249,6 +249,7 @@ impl Run<'_> {
             seconds_by_step: std::mem::take(&mut self.clock.seconds),
             output_bytes: self.plan.layout.tensor_bytes(),
             bits_per_weight: self.plan.bits_per_weight(),
+            allocation: self.plan.allocation.clone(),
             warnings: std::mem::take(&mut self.journal.warnings),
         })
     }

@@ -6,11 +6,14 @@ use std::fmt;
 use regex::Regex;
 use serde::{Deserialize, Serialize};
 
+use super::allocation::{Allocation, Unit, kind};
+use super::bits::Mixed;
 use super::groups;
 use crate::checkpoint::Format;
 use crate::error::{Error, Result};
 use crate::face::{self, Words};
-use crate::gptq::scheme::Scheme;
+use crate::gptq::scheme::{BITS, Scheme};
+use crate::model::LinearSpec;
 use crate::model::arch::Stage;
 
 /// What is written, beyond the scheme of most layers. Part of what a stopped run must repeat.
@@ -29,6 +32,9 @@ pub struct Output {
     /// Every token makes every expert's Hessian.
     #[serde(default)]
     pub all_experts: bool,
+    /// An average instead of the scheme's bits.
+    #[serde(default)]
+    pub mixed: Option<Mixed>,
 }
 
 /// What differs for the modules whose name a regex matches, anywhere in it.
@@ -106,7 +112,7 @@ impl Override {
     /// `base` with what differs.
     fn scheme(&self, base: &Scheme) -> Result<Scheme> {
         let Values { bits, group_size, sym, desc_act, static_groups, mse } = self.values;
-        let scheme = Scheme {
+        let mut scheme = Scheme {
             bits: bits.unwrap_or(base.bits),
             group_size: match group_size {
                 None => base.group_size,
@@ -118,6 +124,7 @@ impl Override {
             mse: mse.unwrap_or(base.mse),
             ..base.clone()
         };
+        scheme.refit &= scheme.can_refit();
         scheme.check().map_err(|error| match error {
             Error::Options { problem, advice } => {
                 Error::options(format_args!("{} {:?}: {problem}", face::OVERRIDE, self.pattern), advice)
@@ -141,58 +148,155 @@ impl fmt::Display for Override {
     }
 }
 
-/// Settles for each module of `stages` how it is quantized; `None` leaves it in 16 bits.
+/// How each module is quantized.
+pub struct Assignment {
+    /// By module; `None` leaves it in 16 bits.
+    pub schemes: HashMap<String, Option<Scheme>>,
+    /// For an average, the layers whose bits count in it, and how many each has: as it was settled, or as may
+    /// be assumed before that.
+    pub units: Vec<Unit>,
+    pub allocation: Option<Allocation>,
+}
+
+/// A module on the way to its scheme.
+struct Module<'a> {
+    block: usize,
+    stage: &'static str,
+    spec: &'a LinearSpec,
+    scheme: Option<Scheme>,
+    /// An override says its bits.
+    told: bool,
+}
+
+/// Settles for each module of `stages`, which come with the numbers of their blocks, how it is quantized.
 ///
 /// # Errors
-/// [`Error::Options`] for a regex that cannot be read or matches no module, a scheme that cannot be,
-/// and different schemes within a stage: what shares an input is one matrix in serving engines.
-pub fn assign(base: &Scheme, output: &Output, stages: &[Stage]) -> Result<HashMap<String, Option<Scheme>>> {
-    let modules: Vec<&str> =
-        stages.iter().flat_map(|stage| &stage.linears).map(|spec| spec.module.as_str()).collect();
+/// [`Error::Options`] for a regex that cannot be read or matches no module, a scheme that cannot be, an average
+/// that cannot be kept, and different schemes within a stage: what shares an input is one matrix in serving
+/// engines.
+pub fn assign(base: &Scheme, output: &Output, stages: &[(usize, Stage)]) -> Result<Assignment> {
+    let names: Vec<&str> =
+        stages.iter().flat_map(|(_, stage)| &stage.linears).map(|spec| spec.module.as_str()).collect();
     let mut skips = Vec::new();
     for pattern in &output.skip {
         let regex = regex(face::SKIP, pattern)?;
-        check_matches(face::SKIP, pattern, &regex, &modules)?;
+        check_matches(face::SKIP, pattern, &regex, &names)?;
         skips.push(regex);
     }
     let mut overrides = Vec::new();
     for entry in &output.overrides {
         let regex = entry.regex()?;
-        check_matches(face::OVERRIDE, &entry.pattern, &regex, &modules)?;
-        overrides.push((regex, entry.scheme(base)?, entry.values.group_size.is_some()));
+        check_matches(face::OVERRIDE, &entry.pattern, &regex, &names)?;
+        overrides.push((regex, entry.scheme(base)?, entry.values));
     }
-    let mut assigned = HashMap::new();
-    for stage in stages {
-        let mut before: Option<(&str, Option<Scheme>)> = None;
+    let mut modules = Vec::with_capacity(names.len());
+    for (block, stage) in stages {
         for spec in &stage.linears {
             let module = spec.module.as_str();
-            let scheme = match skips.iter().any(|regex| regex.is_match(module)) {
-                true => None,
-                false => {
-                    let differs = overrides.iter().find(|(regex, _, _)| regex.is_match(module));
-                    let mut scheme = differs.map_or(base, |(_, scheme, _)| scheme).clone();
-                    if output.auto_groups && differs.is_none_or(|(_, _, sized)| !sized) {
-                        scheme.group_size = groups::largest(spec.in_features);
-                    }
-                    Some(scheme)
-                }
-            };
-            if let Some((other, of_other)) = before.as_ref().filter(|(_, of_other)| *of_other != scheme) {
+            let differs = overrides.iter().find(|(regex, _, _)| regex.is_match(module));
+            let told = |value: fn(&Values) -> bool| differs.is_some_and(|(_, _, values)| value(values));
+            let mut scheme = differs.map_or(base, |(_, scheme, _)| scheme).clone();
+            if output.auto_groups && !told(|values| values.group_size.is_some()) {
+                scheme.group_size = groups::largest(spec.in_features);
+            }
+            modules.push(Module {
+                block: *block,
+                stage: stage.name,
+                spec,
+                scheme: (!skips.iter().any(|regex| regex.is_match(module))).then_some(scheme),
+                told: told(|values| values.bits.is_some()),
+            });
+        }
+    }
+    let (mut units, mut allocation) = (Vec::new(), None);
+    if let Some(mixed) = &output.mixed {
+        units = units_of(&modules, output.format);
+        let allocation = allocation.insert(match &mixed.allocation {
+            Some(allocation) => allocation.clone(),
+            None => Allocation::assumed(mixed.average, &units)?,
+        });
+        for module in modules.iter_mut().filter(|module| !module.told) {
+            let Some(scheme) = &mut module.scheme else { continue };
+            scheme.bits = allocation.bits(module.block, kind(module.stage)).ok_or_else(|| {
+                Error::resume(
+                    format!("the stopped run settled no bits for {}", module.spec.module),
+                    face::REPEAT_OR_START_ANEW,
+                )
+            })?;
+        }
+    }
+    let mut modules = modules.into_iter();
+    let mut schemes = HashMap::new();
+    for (_, stage) in stages {
+        let mut before: Option<(&str, Option<Scheme>, bool)> = None;
+        for Module { spec, scheme, told, .. } in modules.by_ref().take(stage.linears.len()) {
+            let module = spec.module.as_str();
+            // Bits that are told are no others' of a unit, even where they come out the same.
+            let told = told && output.mixed.is_some();
+            let differs = |(_, of_other, told_other): &&(_, _, _)| *of_other != scheme || *told_other != told;
+            if let Some((other, of_other, told_other)) = before.as_ref().filter(differs) {
+                let described = |scheme: &Option<Scheme>, told: bool| match scheme {
+                    Some(_) if output.mixed.is_some() && !told => "bits by the average".to_owned(),
+                    scheme => described(scheme.as_ref()),
+                };
                 return Err(Error::options(
                     format_args!(
                         "{other} ({}) and {module} ({}) share an input and are one matrix in serving engines, but \
                          would be quantized differently",
-                        described(of_other.as_ref()),
-                        described(scheme.as_ref())
+                        described(of_other, *told_other),
+                        described(&scheme, told)
                     ),
-                    format_args!("Let {} and {} match all of {}", face::OVERRIDE, face::SKIP, names(stage)),
+                    format_args!(
+                        "Let {} and {} match all of {}",
+                        face::OVERRIDE,
+                        face::SKIP,
+                        names_of(stage)
+                    ),
                 ));
             }
-            before = Some((module, scheme.clone()));
-            assigned.insert(module.to_owned(), scheme);
+            before = Some((module, scheme.clone(), told));
+            schemes.insert(module.to_owned(), scheme);
         }
     }
-    Ok(assigned)
+    Ok(Assignment { schemes, units, allocation })
+}
+
+/// What is quantized with bits that nobody told, put together where serving engines do.
+fn units_of(modules: &[Module], format: Format) -> Vec<Unit> {
+    let mut units: Vec<Unit> = Vec::new();
+    for Module { block, stage, spec, .. } in modules.iter().filter(|of| of.scheme.is_some() && !of.told) {
+        let fits = |width: &u32| {
+            let codes = codes_together(format, *width);
+            spec.in_features.is_multiple_of(codes) && spec.out_features.is_multiple_of(codes)
+        };
+        let weights = (spec.in_features * spec.out_features) as u64;
+        let kind = kind(stage);
+        match units.iter_mut().rev().take_while(|unit| unit.block == *block).find(|unit| unit.kind == kind) {
+            Some(unit) => {
+                unit.modules.push(spec.module.clone());
+                unit.weights += weights;
+                unit.widths.retain(fits);
+            }
+            None => units.push(Unit {
+                block: *block,
+                kind: kind.to_owned(),
+                modules: vec![spec.module.clone()],
+                weights,
+                widths: BITS.into_iter().filter(fits).collect(),
+            }),
+        }
+    }
+    units
+}
+
+/// How many codes of that width a format stores together, so that a layer's inputs and outputs must be a
+/// multiple of them. 32 codes of any width fill whole words; 2, 4 and 8 bits need only 32 / bits.
+pub fn codes_together(format: Format, bits: u32) -> usize {
+    match (format, bits) {
+        (Format::CompressedTensors, _) => 1,
+        (_, 3) => 32,
+        (_, bits) => 32 / bits as usize,
+    }
 }
 
 fn described(scheme: Option<&Scheme>) -> String {
@@ -206,7 +310,7 @@ fn described(scheme: Option<&Scheme>) -> String {
     }
 }
 
-fn names(stage: &Stage) -> String {
+fn names_of(stage: &Stage) -> String {
     stage.linears.iter().map(|spec| spec.short).collect::<Vec<_>>().join(", ")
 }
 
@@ -277,10 +381,11 @@ mod tests {
     use crate::model::ModelConfig;
     use crate::model::arch::stages;
 
-    fn demo_stages() -> Vec<Stage> {
+    fn demo_stages() -> Vec<(usize, Stage)> {
         let text = include_str!("../../web/demo/model/config.json");
         let config = ModelConfig::parse(&serde_json::from_str(text).unwrap()).unwrap();
-        (0..config.layers).flat_map(|layer| stages(&config, layer)).collect()
+        let of = |layer| stages(&config, layer).into_iter().map(move |stage| (layer, stage));
+        (0..config.layers).flat_map(of).collect()
     }
 
     fn settled(overrides: &[&str], skip: &[&str]) -> Result<HashMap<String, Option<Scheme>>> {
@@ -289,7 +394,8 @@ mod tests {
             skip: skip.iter().map(|text| text.to_string()).collect(),
             ..Output::default()
         };
-        assign(&Scheme::preset(Preset::Default, 4, Some(64)), &output, &demo_stages())
+        let base = Scheme::preset(Preset::Default, 4, Some(64));
+        assign(&base, &output, &demo_stages()).map(|assignment| assignment.schemes)
     }
 
     #[test]

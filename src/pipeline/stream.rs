@@ -127,7 +127,7 @@ pub struct Batch {
 }
 
 /// Tokens that judge a layer. Each candidate is multiplied with them, and neighbours say much the same.
-const JUDGES: usize = 512;
+const JUDGES: usize = 256;
 
 /// Tokens that are held out at most: more would judge no better, but be missed in the sums.
 pub(super) const MOST_HELD: usize = 2048;
@@ -140,21 +140,29 @@ impl Batches {
         let count = (rows.len() / 10).min(MOST_HELD / mean.max(1)).max(1);
         let apart = if hold && rows.len() > 1 { rows.len().div_ceil(count) } else { usize::MAX };
         let is_held = |index: usize| index % apart == apart - 1 || apart != usize::MAX && rows.len() < apart;
+        let of = |held: bool| {
+            rows.iter().enumerate().filter(move |(index, _)| is_held(*index) == held).map(|(_, row)| row)
+        };
+        Self::of(of(false), of(true), max_tokens)
+    }
+
+    /// Cuts rows to sum up and rows to hold out.
+    pub fn of<'a>(
+        summed: impl Iterator<Item = &'a Vec<u32>>,
+        held: impl Iterator<Item = &'a Vec<u32>>,
+        max_tokens: usize,
+    ) -> Self {
         let mut batches: Vec<Batch> = Vec::new();
-        for held in [false, true] {
-            for row in
-                rows.iter().enumerate().filter(|(index, _)| is_held(*index) == held).map(|(_, row)| row)
-            {
-                match batches.last_mut() {
-                    Some(last)
-                        if last.held == held
-                            && last.seq_len == row.len()
-                            && last.ids.len() + row.len() <= max_tokens =>
-                    {
-                        last.ids.extend_from_slice(row);
-                    }
-                    _ => batches.push(Batch { ids: row.clone(), seq_len: row.len(), held }),
+        for (row, held) in summed.map(|row| (row, false)).chain(held.map(|row| (row, true))) {
+            match batches.last_mut() {
+                Some(last)
+                    if last.held == held
+                        && last.seq_len == row.len()
+                        && last.ids.len() + row.len() <= max_tokens =>
+                {
+                    last.ids.extend_from_slice(row);
                 }
+                _ => batches.push(Batch { ids: row.clone(), seq_len: row.len(), held }),
             }
         }
         Self { batches }

@@ -14,6 +14,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pipeline::journal::{JOURNAL, Journal};
 use crate::pipeline::plan::human_bytes;
+use crate::pipeline::sensitivity::settle;
 use crate::pipeline::{Groups, RunOptions, RunReport, run};
 use crate::storage::Sink;
 use crate::storage::browser::{FolderSink, PrivateSink, children};
@@ -95,9 +96,9 @@ impl Session {
         } else if let Some(directory) = &directory {
             check_empty(directory).await?;
         }
-        let batch_tokens = stopped.as_ref().map(|journal| journal.inputs.batch_tokens);
-        let Prepared { segments, mut device, plan } =
-            self.prepare(settings, in_folder, false, batch_tokens).await?;
+        let inputs = stopped.as_ref().map(|journal| &journal.inputs);
+        let Prepared { segments, mut device, mut options, mut plan } =
+            self.prepare(settings, in_folder, false, inputs).await?;
         if !in_folder {
             check_room(plan.layout.file_bytes(), target.as_ref()).await?;
         }
@@ -118,12 +119,22 @@ impl Session {
             }
         };
         let calibration = segment_options(settings).to_string();
-        let mut options = RunOptions { calibration, resume };
+        let mut how = RunOptions { calibration, resume };
         for attempt in 1.. {
             let stored = &self.open_model()?.stored;
             let mut watcher = Watcher::new(id, self.control.clone(), &device);
-            let outcome = run(stored, &plan, &segments, &device, sink.clone(), &options, &mut watcher).await;
-            let error = match outcome {
+            let outcome = async {
+                let open = options.output.mixed.as_ref().is_some_and(|mixed| mixed.allocation.is_none());
+                // A stopped run has settled it; one that is another is refused before it matters.
+                if open && stopped.is_none() {
+                    plan = settle(stored, &mut options, &plan, &segments, &device, &mut watcher).await?;
+                }
+                if let Some(allocation) = &plan.allocation {
+                    post(id, Event::Allocated(allocation.into()));
+                }
+                run(stored, &plan, &segments, &device, sink.clone(), &how, &mut watcher).await
+            };
+            let error = match outcome.await {
                 Ok(report) => {
                     self.result = Some(sink.reader().await?);
                     return Ok(report);
@@ -143,7 +154,7 @@ impl Session {
             if let Device::Gpu(gpu) = &device {
                 gpu.set_submit_budget(gpu.submit_budget() / 4f64.powi(attempt as i32));
             }
-            options.resume = true;
+            how.resume = Journal::read(sink.as_ref()).await?.is_some();
         }
         Err(Error::Internal("a run ended without an outcome".into()))
     }
@@ -160,6 +171,7 @@ fn done(report: RunReport, stored: Option<String>) -> Event {
     Event::Done {
         seconds: report.seconds,
         loss_ratio: report.loss_ratio(),
+        allocation: report.allocation.as_ref().map(Into::into),
         seconds_by_step: report.seconds_by_step.into_iter().map(|(step, s)| (step.to_owned(), s)).collect(),
         output_bytes: report.output_bytes,
         bits_per_weight: report.bits_per_weight,

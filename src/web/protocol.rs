@@ -11,7 +11,8 @@ use crate::checkpoint::Format;
 use crate::eval::{Comparison, Continuations, LastWords};
 use crate::gptq::scheme::Alpha;
 use crate::lesson;
-use crate::pipeline::{Groups, ModulePlan, ModuleRow, Values};
+use crate::pipeline::allocation::{Allocation, OfKind};
+use crate::pipeline::{Bits, Groups, ModulePlan, ModuleRow, Values};
 
 /// From the page.
 #[derive(Debug, Clone, Deserialize)]
@@ -141,7 +142,8 @@ pub struct Settings {
     pub device: String,
     /// "default", "reference" or "rtn".
     pub preset: String,
-    pub bits: u32,
+    /// One width for all, or an average.
+    pub bits: Bits,
     pub group_size: Groups,
     pub sym: bool,
     /// `None` leaves these to the preset.
@@ -210,6 +212,16 @@ pub enum Event {
         documents: usize,
     },
     Plan(PlanSummary),
+    /// Before a run whose bits are an average: what bits are worth is measured.
+    Measuring {
+        block: usize,
+        blocks: usize,
+        /// 0 to 1.
+        fraction: f64,
+        seconds_left: Option<f64>,
+    },
+    /// And what came of it.
+    Allocated(Allocated),
     Started {
         blocks: usize,
         done: usize,
@@ -262,6 +274,7 @@ pub enum Event {
         bits_per_weight: f64,
         /// Σ gptq_loss / Σ rtn_loss.
         loss_ratio: Option<f64>,
+        allocation: Option<Allocated>,
         /// Its name in the private storage; `None` when it went to a directory.
         stored: Option<String>,
         warnings: Vec<String>,
@@ -369,6 +382,8 @@ pub struct PlanSummary {
     pub modules: Vec<ModulePlan>,
     /// Modules that stay in 16 bits as asked.
     pub skipped: Vec<String>,
+    /// What `modules` have together is this average; which has how many bits is measured when the run begins.
+    pub average_bits: Option<f64>,
     /// Files of weights.
     pub weight_files: usize,
     pub memory_bytes: u64,
@@ -381,6 +396,21 @@ pub struct PlanSummary {
     /// Room in the private storage, if that is where the result would go.
     pub free_bytes: Option<u64>,
     pub warnings: Vec<String>,
+}
+
+/// Which layers have how many bits, where those are an average.
+#[derive(Debug, Clone, Serialize)]
+pub struct Allocated {
+    /// Bits per weight, as asked and as it came out.
+    pub asked: f64,
+    pub reached: f64,
+    pub kinds: Vec<OfKind>,
+}
+
+impl From<&Allocation> for Allocated {
+    fn from(allocation: &Allocation) -> Self {
+        Self { asked: allocation.average.into(), reached: allocation.reached(), kinds: allocation.by_kind() }
+    }
 }
 
 #[derive(Debug, Clone, Serialize)]

@@ -21,7 +21,8 @@ use crate::gptq::scheme::{Choice, Preset, Scheme};
 use crate::kernels::selftest::open_gpu;
 use crate::model::arch::expected_tensors;
 use crate::model::{ModelConfig, Stored};
-use crate::pipeline::{Groups, Output, Override, Plan, PlanOptions, estimate, make_plan};
+use crate::pipeline::journal::Inputs;
+use crate::pipeline::{Groups, Mixed, Output, Override, Plan, PlanOptions, estimate, make_plan};
 use crate::storage::Source;
 use crate::storage::browser::{FileSource, reason};
 use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, documents};
@@ -60,6 +61,7 @@ pub struct Session {
 pub struct Prepared {
     pub segments: Rc<Segments>,
     pub device: Device,
+    pub options: PlanOptions,
     pub plan: Plan,
 }
 
@@ -258,24 +260,29 @@ impl Session {
         Ok(segments)
     }
 
-    /// Opens and checks everything; `small_files` suits a folder that is written through copies.
+    /// Opens and checks everything; a run that was `stopped` keeps its micro-batches and the bits that it
+    /// settled, and `small_files` suits a folder that is written through copies.
     pub async fn prepare(
         &mut self,
         settings: &Settings,
         small_files: bool,
         text_optional: bool,
-        batch_tokens: Option<usize>,
+        stopped: Option<&Inputs>,
     ) -> Result<Prepared> {
         let scheme = scheme(settings)?;
+        let mut output = output(settings);
+        if let (Some(mixed), Some(stopped)) = (&mut output.mixed, stopped) {
+            mixed.allocation = stopped.output.mixed.as_ref().and_then(|mixed| mixed.allocation.clone());
+        }
         self.open_model()?;
         let device = self.choose_device(&settings.device).await?;
         let mut options = PlanOptions {
-            output: output(settings),
+            output,
             scheme,
             tokens: 0,
             longest: 0,
             max_memory: settings.max_memory.unwrap_or_else(|| memory(&device)),
-            batch_tokens,
+            batch_tokens: stopped.map(|stopped| stopped.batch_tokens),
             shard_bytes: settings.shard_bytes.unwrap_or(match small_files {
                 true => FOLDER_SHARD_BYTES,
                 false => DEFAULT_SHARD_BYTES,
@@ -304,7 +311,7 @@ impl Session {
             let widest = model.config.intermediate_size.max(model.config.hidden_size);
             plan.warnings.extend(segments.warn_tokens(widest));
         }
-        Ok(Prepared { segments, device, plan })
+        Ok(Prepared { segments, device, options, plan })
     }
 
     async fn plan(&mut self, settings: &Settings, private: bool) -> Result<Event> {
@@ -332,6 +339,7 @@ impl Session {
             free_bytes: if private { shelf::free_bytes().await } else { None },
             weight_files: plan.layout.shards().len(),
             warnings: plan.warnings,
+            average_bits: plan.output.mixed.map(|mixed| mixed.average.into()),
             modules: plan.modules,
             skipped: plan.skipped,
         }))
@@ -368,12 +376,12 @@ fn scheme(settings: &Settings) -> Result<Scheme> {
     let preset = serde_json::from_value::<Preset>(settings.preset.clone().into()).map_err(|_| {
         Error::options(
             format!("there is no preset \"{}\"", settings.preset),
-            "Use \"default\", \"reference\", \"awq\" or \"rtn\"",
+            "Use \"default\", \"fast\", \"reference\", \"awq\" or \"rtn\"",
         )
     })?;
     Scheme::chosen(&Choice {
         preset,
-        bits: settings.bits,
+        bits: settings.bits.width(),
         group_size: settings.group_size.size(),
         sym: settings.sym,
         desc_act: settings.desc_act,
@@ -396,6 +404,7 @@ fn output(settings: &Settings) -> Output {
         overrides: rules.clone().filter_map(differs).collect(),
         skip: rules.filter_map(skip).collect(),
         lm_head: settings.lm_head,
+        mixed: settings.bits.average().map(Mixed::from),
         auto_groups: settings.group_size == Groups::Auto,
     }
 }

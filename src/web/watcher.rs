@@ -82,6 +82,16 @@ impl Watcher {
             },
         );
     }
+
+    fn measuring(&mut self, block: usize, blocks: usize, fraction: f64) {
+        let now = Instant::now();
+        self.place = format!("measuring what bits are worth in block {} of {blocks}", block + 1);
+        let (first, since) = *self.first.get_or_insert((fraction, now));
+        let worked = ((now - since).as_secs_f64() - self.waited).max(1e-3);
+        let rate = (fraction - first) / worked;
+        let seconds_left = (rate > 0.0).then(|| (1.0 - fraction) / rate);
+        post(self.id, Told::Measuring { block, blocks, fraction, seconds_left });
+    }
 }
 
 /// Bytes of wasm memory; it never shrinks, so this is the most there ever was.
@@ -100,7 +110,12 @@ pub fn device_bytes(device: &Device) -> u64 {
 impl Observer for Watcher {
     fn event(&mut self, event: Event) {
         let told = match event {
+            Event::Measuring { block, blocks, done, total } => {
+                return self.measuring(block, blocks, done as f64 / total.max(1) as f64);
+            }
             Event::Started { blocks, done, tokens } => {
+                // Measuring before it says nothing about its speed.
+                (self.first, self.waited) = (None, 0.0);
                 (self.blocks, self.tokens) = (blocks, tokens);
                 Told::Started { blocks, done, tokens }
             }

@@ -10,7 +10,7 @@ import { after, before, test } from 'node:test';
 import { ROOT, Worker, browse, quantizedNatively, serve, tensors } from './harness.mjs';
 
 const SMALL = {
-  device: 'cpu', preset: 'default', bits: 4, group_size: 64, sym: true, desc_act: null, damp_percent: 0.01, alpha: null, refit: null,
+  device: 'cpu', preset: 'fast', bits: 4, group_size: 64, sym: true, desc_act: null, damp_percent: 0.01, alpha: null, refit: null,
   samples: 4, seq_len: 128, seed: 0, max_memory: null, format: 'gptq', rules: [], lm_head: false, all_experts: false, shard_bytes: null,
 };
 const NAMES = ['config.json', 'generation_config.json', 'model.safetensors', 'tokenizer.json', 'tokenizer_config.json'];
@@ -101,7 +101,7 @@ test('the demo model is planned', async () => {
 test('the demo model is quantized on the CPU', { timeout: 300_000 }, async () => {
   const done = await worker.get({ type: 'quantize', settings: SMALL, resume: false });
   const of = (type) => done.events.filter((event) => event.type === type);
-  assert.equal(done.stored, 'demo-4bit-g64');
+  assert.equal(done.stored, 'demo-4bit-g64-fast');
   assert.equal(of('module').length, 42);
   assert.equal(of('block_done').length, 6);
   assert.ok(done.loss_ratio > 0 && done.loss_ratio < 0.9);
@@ -120,7 +120,7 @@ test('the demo model is quantized on the CPU', { timeout: 300_000 }, async () =>
 
 test('the result is listed, and perplexity tells it from the model', { timeout: 300_000 }, async () => {
   const { items, quota_bytes: quota } = await worker.get({ type: 'list' });
-  assert.deepEqual(items.map(({ name, unfinished }) => [name, unfinished]), [['demo-4bit-g64', null]]);
+  assert.deepEqual(items.map(({ name, unfinished }) => [name, unfinished]), [['demo-4bit-g64-fast', null]]);
   assert.deepEqual(items[0].settings, SMALL);
   assert.ok(quota > 0);
   const request = { type: 'evaluate', builtin: true, max_tokens: 2048 };
@@ -128,7 +128,7 @@ test('the result is listed, and perplexity tells it from the model', { timeout: 
   const after = await worker.get({ ...request, which: 'after' });
   assert.ok(before.perplexity > 20 && before.perplexity < 60);
   assert.ok(after.perplexity > before.perplexity && after.perplexity < 1.2 * before.perplexity);
-  const stored = await worker.get({ ...request, which: 'after', stored: 'demo-4bit-g64' });
+  const stored = await worker.get({ ...request, which: 'after', stored: 'demo-4bit-g64-fast' });
   assert.equal(stored.perplexity, after.perplexity);
   console.log(`# perplexity ${before.perplexity.toFixed(3)} before, ${after.perplexity.toFixed(3)} after (${after.seconds.toFixed(1)} s)`);
 });
@@ -163,7 +163,7 @@ test('the result is compared with the model, and both generate', { timeout: 300_
     assert.ok(answers[which].length > 16, answers[which]);
     console.log(`# ${which}: ${answer.tokens_per_second.toFixed(1)} tokens/s, ${JSON.stringify(answers[which])}`);
   }
-  const again = await worker.get({ ...generate, which: 'after', stored: 'demo-4bit-g64' });
+  const again = await worker.get({ ...generate, which: 'after', stored: 'demo-4bit-g64-fast' });
   assert.equal(said(again), answers.after);
   const few = await worker.get({ ...generate, which: 'after', max_tokens: 4, device: 'gpu' });
   assert.ok(answers.after.startsWith(said(few)) && said(few).length > 0, said(few));
@@ -197,7 +197,7 @@ test('rounding to nearest gives the bytes of the command line', { timeout: 60_00
 // apart (ARCHITECTURE.md, "Two devices, one model"), and what shows that both compute the same is where the
 // inputs are still the same: the first block.
 test('GPTQ gives the codes of the command line where its inputs are the same', { timeout: 60_000 }, async (t) => {
-  const theirs = await native([]);
+  const theirs = await native(['--preset', 'fast']);
   if (!theirs) return t.skip('the command line is not built');
   const ours = whole.get(WEIGHTS);
   const specs = (bytes) => [...tensors(bytes)].map(([name, { dtype, shape }]) => [name, dtype, shape]);

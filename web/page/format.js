@@ -66,3 +66,7 @@ export const judged = ({ held }) => (held ? [String(+held.alpha.toFixed(3)), KEP
 
 /** "group 64" or "whole row" */
 export const group = (size) => (size < 0 ? 'whole row' : String(size));
+
+/** What layers have, where their bits are an average. @param event the event `allocated` */
+export const allocation = ({ reached, kinds }) => `${reached.toFixed(2)} bits on average: ${kinds.map(({ kind, counts }) =>
+  `${kind} ${Object.entries(counts).map(([bits, times]) => `${bits} bits ×${times}`).join(', ')}`).join('; ')}`;

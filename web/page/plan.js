@@ -19,6 +19,7 @@ export function render(plan, model) {
     ['Time', plan.seconds === null ? 'not known yet' : about(plan.seconds), 'from a short measurement of this device'],
     ['Result', `${bytes(plan.output_bytes)}, ${percent(plan.output_bytes / model.bytes, 0)} of ${bytes(model.bytes)}`],
     ['Files of weights', plan.weight_files > 1 ? count(plan.weight_files) : null],
+    ['Bits', plan.average_bits && `${plan.average_bits} on average`, 'which layer gets how many is measured when the run begins; the table shows what may be assumed'],
     ['Calibration', plan.tokens ? `${count(plan.tokens)} tokens` : 'none'],
     ['Memory', bytes(plan.memory_bytes), 'at the most demanding moment'],
     ['Free in the browser', plan.free_bytes === null ? null : bytes(plan.free_bytes)],

@@ -1,7 +1,7 @@
 // What came out of a run.
 
 import { byId, facts, show } from './dom.js';
-import { bytes, duration, percent } from './format.js';
+import { allocation, bytes, duration, percent } from './format.js';
 
 /**
  * The figures of a finished run as `[name, value, hint]`, for the page and the report.
@@ -14,6 +14,7 @@ export function figures(done, model, rows) {
     ['Model', `${bytes(model.bytes)} → ${bytes(done.output_bytes)}`, 'tensors of the whole model'],
     ['Of its size', percent(done.output_bytes / model.bytes, 0)],
     ['Bits per weight', done.bits_per_weight.toFixed(2), `of the ${rows.length} quantized layers, scales included`],
+    ['Bits', done.allocation && allocation(done.allocation), 'of codes alone, as they were settled by measurement'],
     ['Error left', done.loss_ratio === null ? null : percent(done.loss_ratio),
       'of what rounding to nearest would lose on the calibration text'],
     ['Weights quantized', weights ? `${(weights / 1e6).toFixed(1)} M` : null],

@@ -1,7 +1,7 @@
 // A run as one watches it: progress, time left, memory, speed, warnings, and the buttons that stop it.
 
 import { byId, element, facts, show } from './dom.js';
-import { about, bytes, count, duration, percent } from './format.js';
+import { about, allocation, bytes, count, duration, percent } from './format.js';
 import { throttled } from './throttle.js';
 
 const TITLE = document.title;
@@ -38,6 +38,13 @@ export class Run {
   /** Any event of the run. */
   hear(event) {
     switch (event.type) {
+      case 'measuring':
+        show(byId('run-status'), `Measuring what bits are worth: block ${Math.min(event.block + 1, event.blocks)} of ${event.blocks}`
+          + `, ${percent(event.fraction, 0)}${event.seconds_left === null ? '' : `, ${about(event.seconds_left)} left`}`);
+        break;
+      case 'allocated':
+        byId('run-what').textContent += ` · ${allocation(event)}`;
+        break;
       case 'started':
         this.#blocks = event.blocks;
         this.#done = event.done;
