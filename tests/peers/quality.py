@@ -2,8 +2,8 @@
 
 Every program is given the token ids that `halftone tokens` prints for a seed, and every result is judged by
 `halftone eval` on the same text, so that nothing differs but the quantization. Each outcome is a line of
-quality.jsonl as soon as it is known: a run that was stopped goes on where it was, a line that is deleted is measured
-again, and so are Halftone's own when the program is another.
+quality.jsonl as soon as it is known, and quality.md the table of what is: a run that was stopped goes on where it was,
+a line that is deleted is measured again, and so are Halftone's own when the program is another.
 """
 
 import hashlib
@@ -92,13 +92,13 @@ class Lines:
         self.path = path
         text = path.read_text() if path.exists() else ""
         # A line that was cut when the machine went down is measured again.
-        self.all = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+        self.known = [json.loads(line) for line in text.splitlines() if line.endswith("}")]
 
     def find(self, **key):
-        return [line for line in self.all if all(line.get(name) == value for name, value in key.items())]
+        return [line for line in self.known if key.items() <= line.items()]
 
     def add(self, line):
-        self.all.append(line)
+        self.known.append(line)
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -114,6 +114,7 @@ class Grid:
         self.model, self.scratch = arguments.model, scratch
         self.arguments = arguments
         self.lines = Lines(arguments.work / "quality.jsonl")
+        self.file = arguments.work / "quality.md"
         # What must be equal of two outcomes that stand in one table.
         self.place = {
             "model": name, "group_size": arguments.group_size,
@@ -191,6 +192,7 @@ class Grid:
                         what = f"{self.place['model']}, {bits} bits, seed {seed}, {name}"
                         outcomes.append(self.one(what, method, bits, seed, tokens))
                         tell(outcomes[-1])
+                        self.file.write_text(f"{self.legend()}\n\n{self.table()}\n")
         return outcomes
 
     def one(self, what, method, bits, seed, tokens):
