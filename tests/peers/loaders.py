@@ -116,7 +116,7 @@ def load_here(loader, directory, kind, rows):
     return found, own, logits_of(widen(loader(directory, kind, True).eval()), rows)
 
 
-def apart(work, *arguments, limit=1200):
+def apart(work, *arguments, limit=3600):
     """What `work` returns, from a process of its own.
 
     GPTQModel changes classes of Transformers while it loads some models, and another loader after it would load

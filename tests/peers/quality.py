@@ -9,6 +9,7 @@ a line that is deleted is measured again, and so are Halftone's own when the pro
 import hashlib
 import json
 import pathlib
+import resource
 import shutil
 import statistics
 import time
@@ -20,6 +21,7 @@ import ours
 import report
 import theirs
 
+CLOCKS = ("seconds", "cpu_seconds")
 # A process of theirs that takes longer is given up.
 LIMIT_SECONDS = 4 * 3600
 
@@ -53,10 +55,12 @@ class Outcome:
 
 
 def by_halftone(model, out, rows_file, bits, group, options):
-    """Seconds of the whole process."""
-    start = time.monotonic()
+    """Seconds of the whole process, and its seconds on all processors."""
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     ours.quantize(model, out, rows_file, ["--bits", bits, "--group-size", group, *options])
-    return time.monotonic() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return time.monotonic() - start, busy
 
 
 def gptqmodel(model, out, rows, bits, group, options):
@@ -165,10 +169,10 @@ class Grid:
         shutil.rmtree(out, ignore_errors=True)
         common = (bits, self.arguments.group_size, method.options)
         if method.is_ours:
-            seconds, version = method.make(self.model, out, rows_file, *common), ours.version()
+            clock, version = method.make(self.model, out, rows_file, *common), ours.version()
         else:
             call = (method.make, self.model.resolve(), out.resolve(), rows, *common)
-            seconds = loaders.apart(*call, limit=LIMIT_SECONDS)
+            clock = loaders.apart(*call, limit=LIMIT_SECONDS)
             version = report.version(method.program)
             # They write tokenizers of their own making.
             for path in self.model.glob("tokenizer*"):
@@ -177,7 +181,8 @@ class Grid:
         if judged != tokens:
             raise ValueError(f"{judged} tokens were judged, and {tokens} of the 16-bit model")
         key = self.key(method, bits, seed)
-        return key | {"perplexity": perplexity, "seconds": round(seconds, 1), "version": version}
+        seconds, busy = (round(value, 1) for value in clock)
+        return key | {"perplexity": perplexity, "seconds": seconds, "cpu_seconds": busy, "version": version}
 
     def run(self, only, tell):
         """Measures what is not known yet. Returns all outcomes."""
@@ -204,7 +209,7 @@ class Grid:
             except Exception as error:  # whatever either says is the answer
                 return Outcome(what, f"{type(error).__name__}: {' '.join(str(error).split())}"[:400], failed=True)
             self.lines.add(found[0])
-        return Outcome(what, f"{found[0]['perplexity']:.4f} in {found[0]['seconds']:.0f} s")
+        return Outcome(what, f"{found[0]['perplexity']:.4f} in {found[0]['seconds']:.0f} s ({found[0]['cpu_seconds']:.0f} of CPU)")
 
     def known(self, method, bits):
         """Perplexity and seconds by seed, of all seeds that were ever measured."""
@@ -215,9 +220,9 @@ class Grid:
     def table(self):
         dense = self.dense()["perplexity"]
         compared = [method for method in METHODS if method.is_ours and method.setting != "rtn"]
-        head = ["bits", "program", "setting", "seeds", "perplexity", "±", "from 16 bits", "seconds"]
+        head = ["bits", "program", "setting", "seeds", "perplexity", "±", "from 16 bits", "seconds", "CPU seconds"]
         head += [f"{method.setting} / it" for method in compared]
-        rows = [["16", "", "", "", f"{dense:.4f}", "", "", "", *("" for _ in compared)]]
+        rows = [["16", "", "", "", f"{dense:.4f}", "", "", "", "", *("" for _ in compared)]]
         for bits in sorted({line["bits"] for line in self.lines.find(**self.place) if "bits" in line}, reverse=True):
             for method in METHODS:
                 found = self.known(method, bits)
@@ -228,7 +233,7 @@ class Grid:
                     str(bits), method.program, method.setting, str(len(found)),
                     f"{statistics.mean(values):.4f}", f"{spread(values):.4f}",
                     f"{statistics.mean(values) - dense:.4f}",
-                    f"{statistics.mean(line['seconds'] for line in found.values()):.0f}",
+                    *(f"{statistics.mean(line[name] for line in found.values()):.0f}" for name in CLOCKS),
                     *("" if method.is_ours else self.ratio(ours, found, bits, dense) for ours in compared),
                 ])  # fmt: skip
         return report.table(head, rows)
@@ -251,7 +256,7 @@ class Grid:
             f"on (`{self.arguments.calibration.name}`, the same ids for all), perplexity by `halftone eval` on "
             f"`{self.arguments.evaluation.name}` in windows of {place['seq_len']}. Symmetric codes. Mean over seeds of "
             "the samples with the sample standard deviation; seconds from the 16-bit directory to the saved result, "
-            "without Python's imports; the last columns are Halftone's distance to 16 bits as a share of the row's, "
+            "without Python's imports, and those of all processors together; the last columns are Halftone's distance to 16 bits as a share of the row's, "
             f"seed by seed. Made by {', '.join(made)}."
         )
 
