@@ -16,7 +16,7 @@ help:
 	@echo 'make test     formatting, lints (native and wasm32) and all tests, the page in a browser too'
 	@echo 'make bench-web products by 4-bit weights beside onnxruntime-web in one browser page'
 	@echo 'make peers    what Transformers, GPTQModel and llm-compressor make of the files, and we of theirs'
-	@echo '              (options: make peers MODEL=DIR PYTHON=... PARTS=schemes)'
+	@echo '              (options: make peers MODEL=DIR PYTHON=... PARTS=schemes, or PARTS=quality ARGS="--seeds 0,1,2")'
 	@echo 'make build    the program, as target/release/halftone'
 	@echo 'make lint     formatting and lints only'
 	@echo 'make setup    install everything that the commands above need'
@@ -79,7 +79,9 @@ bench-web:
 	npm run --silent bench --prefix tests/onnxruntime -- $(ARGS)
 
 # Without PYTHON, one that has what tests/peers/requirements.txt lists, an environment of its own is made,
-# which downloads some gigabytes once. MODEL is a Hugging Face directory in 16 bits.
+# which downloads some gigabytes once. MODEL is a Hugging Face directory in 16 bits. The part quality, what each
+# program loses on the same tokens, takes minutes for each row and is done only when PARTS names it; stopped, it goes
+# on where it was. ARGS="--help" lists its options.
 MODEL ?= web/demo/model
 PARTS ?= schemes,families,theirs,broken
 PEERS := target/peers
@@ -96,4 +98,4 @@ peers:
 			&& $(PYTHON) -m pip install --quiet -r tests/peers/requirements.txt \
 			&& cp tests/peers/requirements.txt $(PEERS)/installed.txt; \
 	fi
-	$(PYTHON) tests/peers/run.py --model "$(MODEL)" --work $(PEERS)/results --parts $(PARTS)
+	$(PYTHON) tests/peers/run.py --model "$(MODEL)" --work $(PEERS)/results --parts $(PARTS) $(ARGS)

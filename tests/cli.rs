@@ -565,6 +565,40 @@ fn start_until(out: &Path, layer: usize, more: &[&str]) -> Child {
     child
 }
 
+#[test]
+fn printed_tokens_calibrate_as_the_text_does() {
+    let place = tempfile::tempdir().unwrap();
+    let path = |name: &str| place.path().join(name);
+    let demo = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("web/demo");
+    let tokens = |seed: &str| {
+        let mut command = program();
+        command.arg("tokens").arg(demo.join("model")).arg("--calibration").arg(demo.join("calibration.txt"));
+        succeeds(command.args(["--samples", "3", "--seq-len", "48", "--seed", seed]).output().unwrap())
+    };
+    let printed = tokens("5");
+    assert_eq!(printed.lines().count(), 3);
+    for line in printed.lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        assert_eq!(row["input_ids"].as_array().unwrap().len(), 48);
+    }
+    assert_ne!(tokens("6"), printed);
+
+    std::fs::write(path("rows.jsonl"), printed).unwrap();
+    let quantize = |out: &str, text: PathBuf, more: &[&str]| {
+        let mut command = program();
+        command.arg("quantize").arg(demo.join("model")).arg("--out").arg(path(out));
+        command.arg("--calibration").arg(text).args(["--group-size", "64", "--device", "cpu"]).args(more);
+        succeeds(command.output().unwrap());
+        std::fs::read(path(out).join("model.safetensors")).unwrap()
+    };
+    let rows = quantize("rows", path("rows.jsonl"), &[]);
+    let sampled = ["--samples", "3", "--seq-len", "48", "--seed", "5"];
+    assert!(rows == quantize("text", demo.join("calibration.txt"), &sampled), "other samples");
+
+    let nothing = halftone(["tokens".as_ref(), demo.join("model").as_os_str()]);
+    fails(nothing, 2, &["no calibration text", "--calibration"]);
+}
+
 fn blocks_done(out: &Path) -> u64 {
     let journal = std::fs::read(out.join("halftone-journal.json")).unwrap();
     serde_json::from_slice::<Value>(&journal).unwrap()["blocks_done"].as_u64().unwrap()

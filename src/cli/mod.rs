@@ -28,6 +28,7 @@ mod progress;
 mod quantize;
 mod sampling;
 mod table;
+mod tokens;
 mod trial;
 
 use std::process::ExitCode;
@@ -57,6 +58,8 @@ enum Command {
     Inspect(inspect::Args),
     /// Rewrite a quantized model in another file format, without quantizing again
     Convert(convert::Args),
+    /// Print the token ids that a calibration takes, as rows that --calibration and --text read
+    Tokens(tokens::Args),
     /// List the GPU adapters of this machine
     Adapters(adapters::Args),
     /// Perplexity of a dense or quantized model on a text
@@ -107,6 +110,7 @@ async fn run(command: Command) -> Result<()> {
         Command::Plan(args) => plan::run(args).await,
         Command::Inspect(args) => inspect::run(args).await,
         Command::Convert(args) => convert::run(args).await,
+        Command::Tokens(args) => tokens::run(args).await,
         Command::Adapters(args) => adapters::run(args).await,
         Command::Eval(args) => eval::run(args).await,
         Command::Compare(args) => compare::run(args).await,

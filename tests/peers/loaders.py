@@ -1,7 +1,8 @@
 """Other programs load a checkpoint and say what logits it has.
 
 Each loader is asked twice: as it loads the model by itself, in 16 bits, and with its modules computing in
-32 bits, so that what differs from Halftone's is the reading of the file and no rounding.
+32 bits and attention as the model's own code writes it out, so that what differs from Halftone's is the reading of
+the file and no rounding.
 """
 
 import json
@@ -18,8 +19,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Compiling each layer takes longer than running it once.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+THREADS = os.cpu_count() or 1
 # GPTQModel 7.7 divides the processors among threads and fails with fewer than three.
-if (os.cpu_count() or 1) < 3:
+if THREADS < 3:
     os.cpu_count = lambda: 3
 
 import torch  # noqa: E402  (after the settings above)
@@ -28,13 +30,16 @@ import transformers  # noqa: E402
 warnings.filterwarnings("ignore")
 transformers.logging.set_verbosity_error()
 # One thread here: threads of this process would not be there in those that it forks.
-THREADS = os.cpu_count()
 torch.set_num_threads(1)
+
+
+# Attention by PyTorch's own function, which is what they take by themselves, leaves out the soft caps of gemma2.
+WRITTEN_OUT = {"attn_implementation": "eager"}
 
 
 def transformers_loads(directory, kind, wide):
     """AutoModelForCausalLM: GPTQ through optimum and GPTQModel's kernels, or compressed-tensors."""
-    options = {"dtype": "auto"}
+    options = {"dtype": "auto"} | (WRITTEN_OUT if wide else {})
     if kind == "compressed-tensors":
         # It turns codes into weights while it loads, in the type it loads as.
         options["dtype"] = torch.float32 if wide else "auto"
@@ -52,7 +57,7 @@ def gptqmodel_loads(directory, kind, wide):
     from gptqmodel import BACKEND, GPTQModel
 
     # It rounds the file's scales, which are f16, to the type it loads as.
-    options = {"dtype": torch.float16} if wide else {}
+    options = {"dtype": torch.float16} | WRITTEN_OUT if wide else {}
     return GPTQModel.load(str(directory), backend=BACKEND.GPTQ_TORCH, device="cpu", **options).model
 
 
@@ -111,7 +116,7 @@ def load_here(loader, directory, kind, rows):
     return found, own, logits_of(widen(loader(directory, kind, True).eval()), rows)
 
 
-def apart(work, *arguments):
+def apart(work, *arguments, limit=3600):
     """What `work` returns, from a process of its own.
 
     GPTQModel changes classes of Transformers while it loads some models, and another loader after it would load
@@ -120,10 +125,10 @@ def apart(work, *arguments):
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         process = multiprocessing.get_context("fork").Process(target=answer_to, args=(file.name, work, arguments))
         process.start()
-        process.join(1200)
+        process.join(limit)
         if process.is_alive():
             process.kill()
-            raise Refused("it was not done after twenty minutes")
+            raise Refused(f"it was not done after {limit / 60:.0f} minutes")
         if process.exitcode != 0:
             raise Refused(f"its process ended with {process.exitcode}")
         raised, answer = torch.load(file.name)

@@ -15,6 +15,12 @@ def versions():
     return f"{ours.version()}; Python {platform.python_version()}, {', '.join(found)}; CPU"
 
 
+def version(program):
+    """Of one of the programs, with its name; their packages are called like them, in small letters."""
+    package = program.lower().replace("-compressor", "compressor")
+    return f"{program} {importlib.metadata.version(package)}"
+
+
 def number(value, form):
     return "" if value is None else format(value, form)
 
@@ -66,6 +72,11 @@ class Document:
     def broken(self, results):
         text = "A copy with one fault of each kind, and the line that `halftone inspect --check` prints about it."
         self.add("Broken checkpoints", text, ["of", "what is wrong", "said"], [r.cells() for r in results], results)
+
+    def quality(self, legend, table, outcomes):
+        failed = "".join(f"\n\nFAILED: {one.what}: {one.said}" for one in outcomes if one.failed)
+        self.parts.append(f"## Loss on the same tokens\n\n{legend}\n\n{table}{failed}\n")
+        self.results += outcomes
 
     def add(self, title, text, head, rows, results):
         self.parts.append(f"## {title}\n\n{text}\n\n{table(head, rows)}\n")

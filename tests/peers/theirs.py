@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import time
 from dataclasses import dataclass
 
 import families
@@ -43,23 +44,38 @@ class Result:
         ]  # fmt: skip
 
 
+class Clock:
+    """What has passed since it was made: seconds, and seconds of this process on all processors."""
+
+    def __init__(self):
+        self.start = time.monotonic(), time.process_time()
+
+    def read(self):
+        return time.monotonic() - self.start[0], time.process_time() - self.start[1]
+
+
 def by_gptqmodel(model, out, rows, options):
+    """What the clock says from the model's directory to the saved result."""
     from gptqmodel import GPTQModel, QuantizeConfig
 
     # It leaves a folder of logs where it runs.
     os.chdir(out.parent)
+    clock = Clock()
     quantizer = GPTQModel.load(str(model), QuantizeConfig(**options), device="cpu")
     quantizer.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows], batch_size=1)
     quantizer.save(str(out))
+    return clock.read()
 
 
 def by_llm_compressor(model, out, rows, options):
+    """What the clock says from the model's directory to the saved result."""
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from transformers import AutoModelForCausalLM
 
+    clock = Clock()
     options = dict(options)
     actorder = options.pop("actorder", "static")
     weights = QuantizationArgs(type="int", strategy="group", **options)
@@ -71,6 +87,7 @@ def by_llm_compressor(model, out, rows, options):
         model=dense, dataset=data, recipe=recipe, max_seq_length=len(rows[0]), num_calibration_samples=len(rows)
     )
     dense.save_pretrained(out, save_compressed=True)
+    return clock.read()
 
 
 MADE = [
