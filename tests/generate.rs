@@ -348,7 +348,7 @@ fn packed_weights_generate_what_their_dequantized_weights_do() {
         desc_act: Some(desc_act),
         static_groups: None,
         mse: None,
-        damp_percent: 0.01,
+        damp_percent: None,
         alpha: None,
         refit: None,
         scaling: None,

@@ -40,9 +40,9 @@ pub struct SchemeArgs {
     /// Search scales instead of taking min-max
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     mse: Option<bool>,
-    /// Damping as a share of mean(diag H)
-    #[arg(long, default_value_t = 0.01, value_name = "SHARE")]
-    damp_percent: f64,
+    /// Damping as a share of mean(diag H) [preset default: 0.05, others: 0.01]
+    #[arg(long, value_name = "SHARE")]
+    damp_percent: Option<f64>,
     /// Aim at the original model's outputs, not at its weights: by this share, 0 (off) to 1, or auto, by
     /// what rows held out of the calibration text say [preset default: auto, others: 0]
     #[arg(long, value_parser = parse_alpha, value_name = "auto|SHARE")]

@@ -9,7 +9,7 @@ use crate::error::Result;
 use crate::gptq::order::Order;
 use crate::kernels::cholesky::factor_diagonal;
 use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
-use crate::kernels::symmetric::{SymmetricPanels, reordered};
+use crate::kernels::symmetric::{SymmetricPanels, diagonal, reordered};
 use crate::tensor::{Elem, Tensor};
 
 /// One block column of L.
@@ -33,6 +33,29 @@ pub struct Factor {
     pub lambda: f32,
     /// diag(H) with dead columns set to 1, natural order, undamped.
     pub diagonal: Vec<f32>,
+}
+
+impl Factor {
+    /// L_jj² by position: what an error of a column costs when those that are taken later make up for it as
+    /// well as they can.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub async fn pivots(&self) -> Result<Vec<f32>> {
+        let mut all: Option<Tensor> = None;
+        for block in &self.blocks {
+            let own = diagonal(&block.square)?;
+            all = Some(match all {
+                Some(before) => before.joined(&own)?,
+                None => own,
+            });
+        }
+        let all = match all {
+            Some(all) => all.to_f32().await?,
+            None => Vec::new(),
+        };
+        Ok(all.into_iter().map(|pivot| pivot * pivot).collect())
+    }
 }
 
 /// Damping grows by this factor after a failure, from [`MIN_RETRY`] at least to 1 at most.
@@ -101,4 +124,42 @@ async fn attempt(
         blocks.push(FactorBlock { start, end, square, inverse, below });
     }
     Ok((status.to_u32().await?[0] == 0).then_some(blocks))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::Device;
+    use crate::gptq::exact::upper_factor;
+    use crate::kernels::testing::{noise, test_gpu};
+
+    /// Over two blocks, in an order that is not the natural one, beside the factor in f64.
+    #[test]
+    fn pivots_are_the_squares_on_the_diagonal() {
+        let (n, tokens, damp) = (150, 400, 0.05);
+        let x = noise(tokens * n, 1);
+        let scale = 2.0 / tokens as f32;
+        let entry = |i: usize, j: usize| -> f64 {
+            let products = x.chunks(n).map(|x| f64::from(x[i]) * f64::from(x[j]));
+            f64::from(scale) * products.sum::<f64>()
+        };
+        let order = Order { column: (0..n as u32).map(|turn| (turn * 7) % n as u32).collect() };
+        let at = |position: usize| order.column[n - 1 - position] as usize;
+        let lambda = damp * (0..n).map(|i| entry(i, i)).sum::<f64>() / n as f64;
+        let damped = |a: usize, b: usize| entry(at(a), at(b)) + if a == b { lambda } else { 0.0 };
+        let exact = upper_factor(n, damped).unwrap();
+        for device in [Some(Device::Cpu), test_gpu()].iter().flatten() {
+            let mut h = SymmetricPanels::zeros(device, n).unwrap();
+            h.accumulate(&Tensor::from_f32(device, &[tokens, n], x.clone()).unwrap(), scale).unwrap();
+            let pivots = pollster::block_on(async {
+                let diagonal = h.diagonal().await.unwrap();
+                factor(&h, &order, &diagonal, damp).await.unwrap().unwrap().pivots().await.unwrap()
+            });
+            for (position, pivot) in pivots.iter().enumerate() {
+                let at = n - 1 - position;
+                let want = exact[at * n + at].powi(2);
+                assert!((f64::from(*pivot) / want - 1.0).abs() < 1e-4, "{position}: {pivot}, not {want}");
+            }
+        }
+    }
 }

@@ -37,9 +37,9 @@ pub struct Prepared {
     pub(super) natural: Tensor,
     /// The same in the order's positions.
     pub(super) permuted: Tensor,
-    /// diag(H), natural order.
+    /// How much an error of a column counts, natural order.
     pub(super) importance: Tensor,
-    /// diag(H) by position, [1, n].
+    /// The same by position, [1, n].
     pub(super) permuted_importance: Tensor,
     /// u32 [n, 2] by position: natural column and group.
     pub(super) columns: Tensor,
@@ -172,6 +172,13 @@ pub async fn prepare_in_order(
         Some(h) if scheme.needs_inputs() => factor(h, &order, &diagonal, scheme.damp_percent).await?,
         _ => None,
     };
+    let kind = scheme.grid_kind(scale_type);
+    let importance = match &factor {
+        Some(factor) if scheme.refit && kind.fit == Fit::Weighted => {
+            importance(&diagonal, &factor.pivots().await?, &order)
+        }
+        _ => diagonal.clone(),
+    };
     let correction = match (&h, drift) {
         (Some(h), Some(drift)) if factor.is_some() => Correction::new(h, &diagonal, drift).await?,
         _ => None,
@@ -189,19 +196,19 @@ pub async fn prepare_in_order(
         Tensor::from_u32(device, &[n, 2], pairs)
     };
     Ok(Prepared {
-        kind: scheme.grid_kind(scale_type),
+        kind,
         natural: Tensor::from_u32(device, &[n], (0..n as u32).map(alive).collect())?,
         permuted: Tensor::from_u32(device, &[n], order.column.iter().map(|&c| alive(c)).collect())?,
         permuted_importance: Tensor::from_f32(
             device,
             &[1, n],
-            order.column.iter().map(|&c| diagonal[c as usize]).collect(),
+            order.column.iter().map(|&c| importance[c as usize]).collect(),
         )?,
         columns: table(&|c| g_idx[c as usize])?,
         rtn_columns: table(&|c| c / group as u32)?,
         group_of: Tensor::from_u32(device, &[n], g_idx.clone())?,
         rtn_group_of: Tensor::from_u32(device, &[n], (0..n as u32).map(|c| c / group as u32).collect())?,
-        importance: Tensor::from_f32(device, &[n], diagonal)?,
+        importance: Tensor::from_f32(device, &[n], importance)?,
         scheme: scheme.clone(),
         n,
         held: held.filter(|_| factor.is_some()),
@@ -212,6 +219,19 @@ pub async fn prepare_in_order(
         g_idx,
         scale: None,
     })
+}
+
+/// How much an error of a column counts in a search for scales that are fitted again behind the sweep, natural
+/// order: between diag(H), as if no other column made up for it, and the pivot, as if all later ones could. Their
+/// geometric mean serves such scales better than either, and those that stay as they are worse (see
+/// ARCHITECTURE.md).
+fn importance(diagonal: &[f32], pivots: &[f32], order: &Order) -> Vec<f32> {
+    let mut importance = diagonal.to_vec();
+    for (&column, pivot) in order.column.iter().zip(pivots) {
+        let own = &mut importance[column as usize];
+        *own = (*own * pivot).sqrt();
+    }
+    importance
 }
 
 /// Some rows of a quantized weight.

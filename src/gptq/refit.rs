@@ -1,4 +1,5 @@
-//! What a sweep leaves, made smaller: scales by least squares and codes moved, one group after another.
+//! What a sweep leaves, made smaller: scales by least squares and codes moved, one group after another, once. A
+//! second pass took 1 % more off what is lost on held-out text, and as long again.
 
 use crate::error::Result;
 use crate::gptq::factor::Factor;
@@ -14,9 +15,6 @@ use crate::kernels::refit::{self, refit};
 use crate::kernels::scales::Grid;
 use crate::kernels::symmetric::{PANEL, SymmetricPanels, add_outer_product, reordered};
 use crate::tensor::{Elem, Tensor};
-
-/// Passes over all groups. The first takes some 5 % of the loss at 3 bits, the second 2 %, later ones less.
-pub const PASSES: usize = 2;
 
 /// Columns whose products with H are made at once: those of a single group make thin products.
 const STRIP: usize = 256;
@@ -76,37 +74,31 @@ pub async fn refined(
     let damped = factor.diagonal.iter().map(|&d| d + factor.lambda).collect();
     let damped = Tensor::from_f32(device, &[n], damped)?;
     let strips = strips(n, group);
-    for _ in 0..PASSES {
-        for strip in &strips {
-            let (first, end) = (strip[0].c0, strip.last().map_or(n, |piece| piece.c0 + piece.width));
-            let below = reordered(h, &order, &damped, first, end)?;
-            // What columns outside of the strip pull at those in it stays as it is.
-            let mut outer = Tensor::zeros(device, Elem::F32, &[rows, end - first])?;
-            add_outer_product(&mut outer, &errors, h, &below, first)?;
-            for piece in strip {
-                let (at, width) = (piece.c0 - first, piece.width);
-                let columns = Tensor::from_u32(device, &[width], (at as u32..(at + width) as u32).collect())?;
-                let mut pull = gather(&outer, &columns)?;
-                let inside = Mat::of(&errors).part(0, first, rows, end - first);
-                let across = Mat::of(&below).part(0, at, end - first, width);
-                gemm(Target::of(&mut pull), inside, across, Scaling::ADD, None)?;
-                let own: Vec<u32> = (at as u32..(at + width) as u32).collect();
-                let square = gather(&gather_rows(&[&below], &own)?, &columns)?;
-                if piece.whole {
-                    let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
-                    let own = Mat::of(&units).part(0, piece.c0, rows, width);
-                    gemm(Target::of(&mut push), own, Mat::of(&square), Scaling::SET, None)?;
-                    let group = refit::Group { push: &push, units: &units, c0: piece.c0, index: piece.group };
-                    refit(group, prepared.kind.scale_type, &mut pull, &mut grid.scales, &mut errors)?;
-                }
-                let group = descend::Group {
-                    square: &square,
-                    c0: piece.c0,
-                    index: piece.group,
-                    maxq: prepared.maxq(),
-                };
-                descend(group, &grid, &mut pull, &mut units, &mut errors)?;
+    for strip in &strips {
+        let (first, end) = (strip[0].c0, strip.last().map_or(n, |piece| piece.c0 + piece.width));
+        let below = reordered(h, &order, &damped, first, end)?;
+        // What columns outside of the strip pull at those in it stays as it is.
+        let mut outer = Tensor::zeros(device, Elem::F32, &[rows, end - first])?;
+        add_outer_product(&mut outer, &errors, h, &below, first)?;
+        for piece in strip {
+            let (at, width) = (piece.c0 - first, piece.width);
+            let columns = Tensor::from_u32(device, &[width], (at as u32..(at + width) as u32).collect())?;
+            let mut pull = gather(&outer, &columns)?;
+            let inside = Mat::of(&errors).part(0, first, rows, end - first);
+            let across = Mat::of(&below).part(0, at, end - first, width);
+            gemm(Target::of(&mut pull), inside, across, Scaling::ADD, None)?;
+            let own: Vec<u32> = (at as u32..(at + width) as u32).collect();
+            let square = gather(&gather_rows(&[&below], &own)?, &columns)?;
+            if piece.whole {
+                let mut push = Tensor::uninit(device, Elem::F32, &[rows, width])?;
+                let own = Mat::of(&units).part(0, piece.c0, rows, width);
+                gemm(Target::of(&mut push), own, Mat::of(&square), Scaling::SET, None)?;
+                let group = refit::Group { push: &push, units: &units, c0: piece.c0, index: piece.group };
+                refit(group, prepared.kind.scale_type, &mut pull, &mut grid.scales, &mut errors)?;
             }
+            let group =
+                descend::Group { square: &square, c0: piece.c0, index: piece.group, maxq: prepared.maxq() };
+            descend(group, &grid, &mut pull, &mut units, &mut errors)?;
         }
     }
     let mut values = gather(target, &prepared.natural)?;

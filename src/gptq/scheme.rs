@@ -105,7 +105,7 @@ pub struct Choice {
     pub desc_act: Option<bool>,
     pub static_groups: Option<bool>,
     pub mse: Option<bool>,
-    pub damp_percent: f64,
+    pub damp_percent: Option<f64>,
     pub alpha: Option<Alpha>,
     pub refit: Option<bool>,
     pub scaling: Option<Scaling>,
@@ -131,7 +131,8 @@ impl Scheme {
         };
         let fast = Self { desc_act: true, static_groups: true, mse: true, ..plain.clone() };
         match preset {
-            Preset::Default => Self { alpha: Alpha::Measured, refit: true, ..fast },
+            // What is fitted closer to the calibration text needs to be held back more from it.
+            Preset::Default => Self { alpha: Alpha::Measured, refit: true, damp_percent: 0.05, ..fast },
             Preset::Fast => fast,
             Preset::Reference => plain,
             Preset::Rtn => Self { static_groups: true, ..plain },
@@ -152,7 +153,7 @@ impl Scheme {
             desc_act: choice.desc_act.unwrap_or(base.desc_act),
             static_groups: choice.static_groups.unwrap_or(base.static_groups),
             mse: choice.mse.unwrap_or(base.mse),
-            damp_percent: choice.damp_percent,
+            damp_percent: choice.damp_percent.unwrap_or(base.damp_percent),
             alpha: choice.alpha.unwrap_or(base.alpha),
             scaling: choice.scaling.unwrap_or(base.scaling),
             ..base
@@ -307,11 +308,22 @@ mod tests {
         desc_act: None,
         static_groups: None,
         mse: None,
-        damp_percent: 0.01,
+        damp_percent: None,
         alpha: None,
         refit: None,
         scaling: None,
     };
+
+    #[test]
+    fn damping_is_the_presets_unless_it_is_chosen() {
+        let damping = |preset, damp_percent| {
+            Scheme::chosen(&Choice { preset, damp_percent, ..CHOICE }).unwrap().damp_percent
+        };
+        assert_eq!(damping(Preset::Default, None), 0.05);
+        assert_eq!(damping(Preset::Fast, None), 0.01);
+        assert_eq!(damping(Preset::Reference, None), 0.01);
+        assert_eq!(damping(Preset::Default, Some(0.2)), 0.2);
+    }
 
     #[test]
     fn scales_that_follow_the_order_are_not_refitted_unless_that_is_asked_for() {

@@ -51,7 +51,10 @@ impl SymmetricPanels {
 }
 
 /// The diagonal of the top square of a panel [rows, w] → [w].
-fn diagonal(panel: &Tensor) -> Result<Tensor> {
+///
+/// # Errors
+/// Those of the device.
+pub fn diagonal(panel: &Tensor) -> Result<Tensor> {
     let w = panel.cols();
     match panel.device().clone() {
         Device::Cpu => {

@@ -148,7 +148,7 @@ pub struct Settings {
     pub sym: bool,
     /// `None` leaves these to the preset.
     pub desc_act: Option<bool>,
-    pub damp_percent: f64,
+    pub damp_percent: Option<f64>,
     /// How far to aim at the original's outputs, and whether to fit the scales once more: `None` leaves
     /// these to the preset.
     #[serde(default)]

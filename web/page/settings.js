@@ -45,6 +45,7 @@ export function read() {
   // What a preset has no use for stays in its field, but is not meant.
   const meant = (name) => (form.elements[name].disabled ? '' : field(name));
   const [order, refit] = [meant('desc_act'), meant('refit')];
+  const damping = meant('damp_percent');
   const megabytes = (name) => (field(name) === '' ? null : Number(field(name)) * MB);
   return {
     device: field('device'),
@@ -53,7 +54,7 @@ export function read() {
     group_size: field('group_size') === 'auto' ? 'auto' : Number(field('group_size')),
     sym: field('sym') === 'true',
     desc_act: order === '' ? null : order === 'true',
-    damp_percent: Number(field('damp_percent')),
+    damp_percent: damping === '' ? null : Number(damping),
     alpha: alpha(meant('alpha'), Number(field('alpha_share'))),
     refit: refit === '' ? null : refit === 'true',
     samples: Number(field('samples')),
