@@ -34,8 +34,6 @@ class Method:
     setting: str
     make: Callable
     options: dict | list
-    # As it comes, without any option.
-    default: bool = False
 
     @property
     def is_ours(self):
@@ -73,17 +71,15 @@ def llm_compressor(model, out, rows, bits, group, options):
 
 
 BEST = {"mse": 2.4, "desc_act": True, "act_group_aware": False, "damp_percent": 0.01}
-PLAIN = ["--alpha", "0", "--refit=false"]
-FULL = ["--alpha", "auto", "--refit"]
 
 METHODS = [
     Method("Halftone", "rtn", by_halftone, ["--preset", "rtn"]),
-    Method("Halftone", "alpha 0", by_halftone, PLAIN),
-    Method("Halftone", "alpha auto, refit", by_halftone, FULL),
-    Method("GPTQModel", "default", gptqmodel, {}, default=True),
+    Method("Halftone", "fast", by_halftone, ["--preset", "fast"]),
+    Method("Halftone", "default", by_halftone, []),
+    Method("GPTQModel", "default", gptqmodel, {}),
     Method("GPTQModel", "mse 2.4, desc_act, damp 0.01", gptqmodel, BEST),
     Method("GPTQModel", "mse 2.4, desc_act, damp 0.01, gptaq", gptqmodel, BEST | {"gptaq": {"alpha": 0.25}}),
-    Method("llm-compressor", "default", llm_compressor, {}, default=True),
+    Method("llm-compressor", "default", llm_compressor, {}),
     Method("llm-compressor", "observer mse", llm_compressor, {"observer": "mse"}),
     Method("llm-compressor", "observer imatrix_mse", llm_compressor, {"observer": "imatrix_mse"}),
 ]
