@@ -223,7 +223,7 @@ pub async fn prepare_in_order(
 
 /// How much an error of a column counts in a search for scales that are fitted again behind the sweep, natural
 /// order: between diag(H), as if no other column made up for it, and the pivot, as if all later ones could. Their
-/// geometric mean serves such scales better than either, and those that stay as they are worse (see
+/// geometric mean serves such scales better than diag(H), and those that stay as they are worse (see
 /// ARCHITECTURE.md).
 fn importance(diagonal: &[f32], pivots: &[f32], order: &Order) -> Vec<f32> {
     let mut importance = diagonal.to_vec();
@@ -439,6 +439,12 @@ mod tests {
 
     const ROWS: usize = 40;
     const N: usize = 160;
+
+    #[test]
+    fn a_column_counts_between_its_diagonal_and_its_pivot() {
+        let order = Order { column: vec![2, 0, 1] };
+        assert_eq!(importance(&[4.0, 9.0, 16.0], &[9.0, 1.0, 4.0], &order), [2.0, 6.0, 12.0]);
+    }
 
     /// Inputs with a few strong directions, [tokens, N].
     fn inputs(tokens: usize, seed: u64) -> Vec<f32> {

@@ -12,7 +12,7 @@ use crate::kernels::add::add_scaled;
 use crate::kernels::columns::copy;
 use crate::kernels::embedding::gather;
 use crate::kernels::norm::add_squares;
-use crate::kernels::stretch::stretch_rows;
+use crate::kernels::scatter::add_rows;
 use crate::kernels::symmetric::SymmetricPanels;
 use crate::tensor::{Elem, Tensor};
 
@@ -89,8 +89,8 @@ impl StageInputs {
 /// error counts in relation to the token's length in `stream`, [tokens, hidden]. The squares of the factors
 /// have the mean 1 within a micro-batch.
 pub(super) struct Weighing {
-    /// f32 [tokens].
-    factors: Tensor,
+    rows: Vec<u32>,
+    factors: Vec<f32>,
 }
 
 impl Weighing {
@@ -105,11 +105,13 @@ impl Weighing {
             squares.iter().map(|&square| 1.0 / f64::from(square.max(least).max(f32::MIN_POSITIVE))).collect();
         let mean = counts.iter().sum::<f64>() / tokens.max(1) as f64;
         let factors = counts.iter().map(|count| (count / mean).sqrt() as f32).collect();
-        Ok(Self { factors: Tensor::from_f32(stream.device(), &[tokens], factors)? })
+        Ok(Self { rows: (0..tokens as u32).collect(), factors })
     }
 
     pub fn of(&self, x: &Tensor) -> Result<Tensor> {
-        stretch_rows(x, &self.factors)
+        let mut out = Tensor::zeros(x.device(), Elem::F32, x.shape())?;
+        add_rows(&mut out, x, &self.rows, &self.factors)?;
+        Ok(out)
     }
 }
 
@@ -133,18 +135,18 @@ mod tests {
             let tensor = |values: &[f32]| {
                 Tensor::from_f32(device, &[tokens, values.len() / tokens], values.to_vec()).unwrap()
             };
-            let (factors, got) = pollster::block_on(async {
+            let (weighing, got) = pollster::block_on(async {
                 let weighing = Weighing::by(&tensor(&stream)).await.unwrap();
                 let got = weighing.of(&tensor(&x)).unwrap().to_f32().await.unwrap();
-                (weighing.factors.to_f32().await.unwrap(), got)
+                (weighing, got)
             });
-            let mean = factors.iter().map(|f| f * f).sum::<f32>() / tokens as f32;
+            let mean = weighing.factors.iter().map(|f| f * f).sum::<f32>() / tokens as f32;
             assert!((mean - 1.0).abs() < 1e-5);
-            for (factor, length) in factors.iter().zip(lengths) {
+            for (factor, length) in weighing.factors.iter().zip(lengths) {
                 // The longest of all counts for nothing, but is a number.
-                assert!((factor * length / (factors[0] * lengths[0]) - 1.0).abs() < 1e-3);
+                assert!((factor * length / (weighing.factors[0] * lengths[0]) - 1.0).abs() < 1e-3);
             }
-            for ((got, x), factor) in got.chunks(n).zip(x.chunks(n)).zip(&factors) {
+            for ((got, x), factor) in got.chunks(n).zip(x.chunks(n)).zip(&weighing.factors) {
                 assert!(got.iter().zip(x).all(|(got, x)| (got - factor * x).abs() < 1e-5));
             }
         }
