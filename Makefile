@@ -79,23 +79,25 @@ bench-web:
 	npm run --silent bench --prefix tests/onnxruntime -- $(ARGS)
 
 # Without PYTHON, one that has what tests/peers/requirements.txt lists, an environment of its own is made,
-# which downloads some gigabytes once. MODEL is a Hugging Face directory in 16 bits. The part quality, what each
+# of some 6 GB. MODEL is a Hugging Face directory in 16 bits. The part quality, what each
 # program loses on the same tokens, takes minutes for each row and is done only when PARTS names it; stopped, it goes
 # on where it was. ARGS="--help" lists its options.
 MODEL ?= web/demo/model
 PARTS ?= schemes,families,theirs,broken
 PEERS := target/peers
+PEERS_NEED := tests/peers/requirements.txt tests/peers/requirements-alone.txt
 PYTHON ?= $(PEERS)/venv/bin/python
 
 peers:
 	@scripts/setup build
 	cargo build --release
 	@mkdir -p $(PEERS)
-	@if [ "$(PYTHON)" = "$(PEERS)/venv/bin/python" ] && ! cmp -s tests/peers/requirements.txt $(PEERS)/installed.txt; then \
+	@if [ "$(PYTHON)" = "$(PEERS)/venv/bin/python" ] && ! cat $(PEERS_NEED) | cmp -s - $(PEERS)/installed.txt; then \
 		python3 -c 'import venv, ensurepip' 2>/dev/null || { echo 'peers: python3 with venv is missing'; exit 1; }; \
-		echo 'peers: installing tests/peers/requirements.txt into $(PEERS)/venv'; \
+		echo 'peers: installing $(PEERS_NEED) into $(PEERS)/venv'; \
 		python3 -m venv $(PEERS)/venv \
-			&& $(PYTHON) -m pip install --quiet -r tests/peers/requirements.txt \
-			&& cp tests/peers/requirements.txt $(PEERS)/installed.txt; \
+			&& $(PYTHON) -m pip install --quiet -r $(word 1,$(PEERS_NEED)) \
+			&& $(PYTHON) -m pip install --quiet --no-deps -r $(word 2,$(PEERS_NEED)) \
+			&& cat $(PEERS_NEED) > $(PEERS)/installed.txt; \
 	fi
 	$(PYTHON) tests/peers/run.py --model "$(MODEL)" --work $(PEERS)/results --parts $(PARTS) $(ARGS)

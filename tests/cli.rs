@@ -255,6 +255,12 @@ fn a_plan_tells_what_differs_and_refuses_what_cannot_be() {
         (&object["format"], &object["skipped"][2]),
         (&"gptq_v2".into(), &"model.layers.2.self_attn.o_proj".into())
     );
+    let warned = |object: &Value, words: &str| {
+        object["warnings"].as_array().unwrap().iter().any(|text| text.as_str().unwrap().contains(words))
+    };
+    assert!(warned(&object, "goes to \"dynamic\"") && !warned(&object, "head unread"), "{object}");
+    let head = json(plan(&["--quantize-lm-head", "--json"]));
+    assert!(warned(&head, "head unread"), "{head}");
     let down = object["modules"]
         .as_array()
         .unwrap()

@@ -15,6 +15,7 @@ mod groups;
 mod inputs;
 pub mod journal;
 mod layer;
+mod loaders;
 pub mod plan;
 pub mod report;
 pub mod run;

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use super::allocation::{Allocation, Unit};
 use super::groups::most_common;
+use super::loaders::{self, Traits};
 use super::scaling;
 use super::select::{Assignment, Output, assign, codes_together};
 use super::sensitivity;
@@ -319,30 +320,16 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     if plan.scheme.scaling != Scaling::None {
         plan.warnings.extend(scaling::left_unscaled(&plan.config, &plan.assigned));
     }
-    let rules = plan.quant_config(None)?.rules;
-    if output.format != Format::CompressedTensors && !rules.is_empty() {
-        plan.warnings.push(format!(
-            "what differs from layer to layer goes to \"dynamic\", which GPTQModel, vLLM and SGLang read; Transformers \
-             alone does not, but reads the same of {}",
-            face::AS_COMPRESSED
-        ));
-    }
-    let fitted = plan.assigned.values().flatten().any(|assigned| !assigned.scheme.sym);
-    if fitted && output.format == Format::Gptq {
-        plan.warnings.push(format!(
-            "GPTQModel refuses asymmetric grids in the first GPTQ format unless it wrote them itself; Transformers \
-             takes them, and both take those of {}",
-            face::AS_GPTQ_V2
-        ));
-    }
-    let ordered = plan.assigned.values().flatten().any(|assigned| assigned.scheme.needs_g_idx());
-    if ordered && output.format == Format::CompressedTensors {
-        plan.warnings.push(format!(
-            "groups that follow the order of columns (actorder \"group\") are refused by compressed-tensors 0.19 and \
-             later; {} makes a file that all load",
-            face::STATIC_GROUPS
-        ));
-    }
+    let chosen = || plan.assigned.values().flatten().map(|assigned| &assigned.scheme);
+    let refusals = loaders::refusals(&Traits {
+        config: &plan.config,
+        format: output.format,
+        differs: !plan.quant_config(None)?.rules.is_empty(),
+        asymmetric: chosen().any(|scheme| !scheme.sym),
+        ordered: chosen().any(Scheme::needs_g_idx),
+        quantized_head: output.lm_head,
+    });
+    plan.warnings.extend(refusals);
     Ok(plan)
 }
 

@@ -51,7 +51,7 @@ def main():
 
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"{sys.executable} has no {', '.join(missing)}: pip install -r tests/peers/requirements.txt")
+        sys.exit(f"{sys.executable} has no {', '.join(missing)}: pip install -r tests/peers/requirements.txt, then --no-deps -r tests/peers/requirements-alone.txt")
     if not (arguments.model / "config.json").exists():
         sys.exit(f"{arguments.model} is no model directory: there is no config.json")
 
