@@ -10,7 +10,7 @@ use halftone::checkpoint::GptqLinear;
 use halftone::device::Device;
 use halftone::error::Error;
 use halftone::eval::perplexity;
-use halftone::gptq::layer::Choice;
+use halftone::gptq::losses::Choice;
 use halftone::gptq::scheme::{Alpha, Preset, Scheme};
 use halftone::model::arch::{block, stages};
 use halftone::model::{Block, Embedding, Flow, LinearSpec, Stored, Weights};

@@ -9,8 +9,8 @@ use std::rc::Rc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::gptq::held::{Goal, Held};
-use crate::gptq::layer::{Calibration, Prepared};
 use crate::gptq::rounding::{Stretched, rounded};
+use crate::gptq::stage::{Calibration, Prepared};
 use crate::kernels::columns::copy;
 use crate::kernels::scales::Fit;
 use crate::kernels::scatter::add_rows;
@@ -130,8 +130,9 @@ pub async fn losses(prepared: &Prepared, weight: &Tensor, scales: &[Scale]) -> R
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::gptq::layer::{prepare, quantize_rows};
+    use crate::gptq::rows::quantize_rows;
     use crate::gptq::scheme::{Preset, Scheme};
+    use crate::gptq::stage::prepare;
     use crate::kernels::scales::ScaleType;
     use crate::kernels::testing::{noise, relative_error, test_gpu};
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::kernels::add::add_scaled;
-use crate::kernels::columns::gather;
+use crate::kernels::columns::{copy, gather};
 use crate::kernels::gemm::linear;
 use crate::kernels::norm::add_squares;
 use crate::tensor::{Elem, Tensor};
@@ -77,6 +77,18 @@ impl Held {
         let mut difference = linear(&self.seen, weight, None)?;
         add_scaled(&mut difference, wanted, -1.0)?;
         self.mean_square(&difference).await
+    }
+
+    /// (2/tokens)·Σ‖(W − Ŵ)·x̃‖²: what rounding alone loses of the weight that it aimed at, both f32 [rows, n].
+    /// Of two roundings of one weight this tells the better where the same large rest of y, that no weight
+    /// reaches, would drown the difference.
+    ///
+    /// # Errors
+    /// Those of the device.
+    pub async fn rounding(&self, aim: &Tensor, weight: &Tensor) -> Result<f64> {
+        let mut error = copy(aim)?;
+        add_scaled(&mut error, weight, -1.0)?;
+        self.mean_square(&linear(&self.seen, &error, None)?).await
     }
 
     /// By how much of the move Z the weight W does best here: the least of ‖y − (W + α·Z)·x̃‖² over α,

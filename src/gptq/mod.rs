@@ -31,7 +31,8 @@
 //! `drift` and `correction` move weights towards the original model's outputs before they are rounded;
 //! `awq` scales of inputs for weights that round better;
 //! `rounding` the sweep over blocks, and plain rounding; `refit` scales fitted to the codes; `held` rows
-//! that judge what came out; `layer` the whole of it for one stage of a model; `exact` the same in plain f64, to read first.
+//! that take no part in any of it, and `judge` who chooses by them; `stage` what the layers of one stage share; `rows` the
+//! whole of it for some rows of one of them; `losses` what that cost; `exact` the same in plain f64, to read first.
 
 pub mod awq;
 pub mod correction;
@@ -39,8 +40,11 @@ pub mod drift;
 pub mod exact;
 pub mod factor;
 pub mod held;
-pub mod layer;
+mod judge;
+pub mod losses;
 pub mod order;
 mod refit;
 mod rounding;
+pub mod rows;
 pub mod scheme;
+pub mod stage;

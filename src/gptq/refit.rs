@@ -3,8 +3,8 @@
 
 use crate::error::Result;
 use crate::gptq::factor::Factor;
-use crate::gptq::layer::Prepared;
 use crate::gptq::rounding::{Rounded, read_off};
+use crate::gptq::stage::Prepared;
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::gather;
 use crate::kernels::dequant::dequantize;
@@ -112,9 +112,9 @@ mod tests {
 
     use super::*;
     use crate::device::Device;
-    use crate::gptq::layer::{Calibration, prepare};
     use crate::gptq::rounding::swept;
     use crate::gptq::scheme::{Preset, Scheme};
+    use crate::gptq::stage::{Calibration, prepare};
     use crate::kernels::scales::ScaleType;
     use crate::kernels::testing::{noise, test_gpu};
 

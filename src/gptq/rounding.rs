@@ -3,8 +3,8 @@
 
 use crate::error::Result;
 use crate::gptq::factor::{Factor, FactorBlock};
-use crate::gptq::layer::Prepared;
 use crate::gptq::order::Order;
+use crate::gptq::stage::Prepared;
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::gather;
 use crate::kernels::dequant::dequantize;

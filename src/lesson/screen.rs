@@ -13,8 +13,9 @@ use serde::{Deserialize, Serialize};
 use super::layer::panels;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::gptq::layer::{codes_on_grid, prepare};
+use crate::gptq::rows::codes_on_grid;
 use crate::gptq::scheme::{Preset, Scheme};
+use crate::gptq::stage::prepare;
 use crate::kernels::scales::{Grid, ScaleType};
 use crate::tensor::Tensor;
 

@@ -14,8 +14,8 @@ use super::stream::{Batch, Flows};
 use crate::checkpoint::Writer;
 use crate::error::{Error, Result};
 use crate::gptq::held::Goal;
-use crate::gptq::layer::Calibration;
 use crate::gptq::scheme::Scaling;
+use crate::gptq::stage::Calibration;
 use crate::kernels::add::add_scaled;
 use crate::kernels::columns::copy;
 use crate::kernels::embedding::gather;
@@ -236,7 +236,7 @@ impl Run<'_> {
             self.device.settle().await?;
             self.advance(layer, stage.name, flops);
         }
-        Ok(inputs.done())
+        inputs.done().await
     }
 
     /// What a layer has to give, but for its bias, so that the quantized model's stream comes to where the
@@ -343,7 +343,10 @@ impl Run<'_> {
                 self.advance(layer, stage.name, flops);
             }
         }
-        let inputs = inputs.map(StageInputs::done);
+        let inputs = match inputs {
+            Some(sums) => Some(sums.done().await?),
+            None => None,
+        };
         let prepared = self.prepare("the output head", stage, assigned, inputs).await?;
         let rows = Rows::of_all(self.batches.summed_tokens());
         let place = Place { layer, stage: stage.name, rows };

@@ -7,9 +7,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::gptq::drift::Drift;
 use crate::gptq::held::{Goal, Held};
-use crate::gptq::layer::Calibration;
-use crate::kernels::add::add_scaled;
-use crate::kernels::columns::copy;
+use crate::gptq::stage::Calibration;
 use crate::kernels::embedding::gather;
 use crate::kernels::norm::add_squares;
 use crate::kernels::scatter::add_rows;
@@ -59,12 +57,9 @@ impl StageInputs {
         }
         self.hessian.accumulate(seen, self.scale)?;
         match (&mut self.drift, goal) {
-            (Some(drift), Goal::Inputs(original)) => {
-                let mut difference = copy(original)?;
-                add_scaled(&mut difference, seen, -1.0)?;
-                drift.accumulate(&difference, seen, self.scale)
+            (Some(drift), Goal::Inputs(left) | Goal::Outputs(left)) => {
+                drift.accumulate(left, seen, self.scale)
             }
-            (Some(drift), Goal::Outputs(y)) => drift.accumulate(y, seen, self.scale),
             (_, Goal::Own) | (None, _) => Ok(()),
         }
     }
@@ -80,8 +75,11 @@ impl StageInputs {
         Ok(())
     }
 
-    pub fn done(self) -> Calibration {
-        Calibration { hessian: Rc::new(self.hessian), drift: self.drift, held: self.held }
+    pub async fn done(mut self) -> Result<Calibration> {
+        if let Some(drift) = &mut self.drift {
+            drift.complete(&self.hessian).await?;
+        }
+        Ok(Calibration { hessian: Rc::new(self.hessian), drift: self.drift, held: self.held })
     }
 }
 
@@ -164,7 +162,7 @@ mod tests {
             let goal = Goal::Outputs(tensor(wanted.clone(), rows));
             inputs.take(&tensor(seen.clone(), n), &goal, true).unwrap();
         }
-        let calibration = inputs.done();
+        let calibration = pollster::block_on(inputs.done()).unwrap();
         assert_eq!(pollster::block_on(calibration.hessian.diagonal()).unwrap(), [0.0; 4]);
         let held = calibration.held.unwrap();
         let Goal::Outputs(y) = &held.goal else { panic!("another goal") };

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::allocation::Allocation;
-use crate::gptq::layer::Choice;
+use crate::gptq::losses::Choice;
 
 /// One quantized linear layer; a row of `quant_log.csv`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

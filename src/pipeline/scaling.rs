@@ -14,9 +14,10 @@ use super::stream::{Batch, Flows};
 use crate::error::Result;
 use crate::gptq::awq::{STEPS, Scale, factors, losses};
 use crate::gptq::held::Goal;
-use crate::gptq::layer::{Calibration, Prepared, prepare, prepare_in_order, quantize_rows};
 use crate::gptq::order::Order;
+use crate::gptq::rows::quantize_rows;
 use crate::gptq::scheme::{Alpha, Scheme};
+use crate::gptq::stage::{Calibration, Prepared, prepare, prepare_in_order};
 use crate::kernels::columns::copy;
 use crate::kernels::magnitude::add_magnitudes;
 use crate::model::arch::{self, Stage};
@@ -319,7 +320,7 @@ impl Run<'_> {
             self.device.settle().await?;
             self.advance(layer, stage.name, flops);
         }
-        Ok((magnitudes, sums.done()))
+        Ok((magnitudes, sums.done().await?))
     }
 
     /// The power of the magnitudes that serves rounding best, and the factors it makes; `None` for none.
