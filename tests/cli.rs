@@ -169,6 +169,35 @@ fn a_model_is_quantized_inspected_and_evaluated() {
 }
 
 #[test]
+fn logits_are_written_as_transformers_computes_them() {
+    let place = Place::new("qwen2");
+    let mut eval = program();
+    eval.args([
+        "eval",
+        "model",
+        "--text",
+        "golden.jsonl",
+        "--logits",
+        "logits.safetensors",
+        "--device",
+        "cpu",
+    ]);
+    succeeds(eval.current_dir(place.directory.path()).output().unwrap());
+    let (ids, want) = expected("qwen2");
+    let bytes = std::fs::read(place.path("logits.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let found = tensors.tensor("logits").unwrap();
+    assert_eq!(found.shape(), [ids.iter().map(Vec::len).sum::<usize>(), want.len() / ids.concat().len()]);
+    let found: Vec<f32> = bytemuck::pod_collect_to_vec(found.data());
+    let worst = found.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max);
+    assert!(worst <= 2e-3, "{worst}");
+    let mut names: Vec<_> =
+        std::fs::read_dir(place.path(".")).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["golden.jsonl", "logits.safetensors", "model", "rows.jsonl"]);
+}
+
+#[test]
 fn inputs_are_scaled_on_request() {
     let place = Place::new("llama");
     for (out, more) in [("awq", &["--preset", "awq"][..]), ("both", &["--scaling", "awq", "--bits", "3"])] {

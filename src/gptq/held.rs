@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use crate::error::{Error, Result};
 use crate::kernels::add::add_scaled;
-use crate::kernels::columns::{copy, gather};
+use crate::kernels::columns::gather;
 use crate::kernels::gemm::linear;
-use crate::kernels::norm::add_squares;
+use crate::kernels::norm::{add_squared_differences, add_squares};
 use crate::tensor::{Elem, Tensor};
 
 /// What a layer should make of the inputs x̃ that it sees in the quantized model.
@@ -69,26 +69,12 @@ impl Held {
         }
     }
 
-    /// (2/tokens)·Σ‖y − Ŵ·x̃‖², from y, `wanted`, and Ŵ f32 [rows, n].
+    /// Ŵ·x̃, f32 [tokens, rows], of Ŵ f32 [rows, n].
     ///
     /// # Errors
     /// Those of the device.
-    pub async fn loss(&self, wanted: &Tensor, weight: &Tensor) -> Result<f64> {
-        let mut difference = linear(&self.seen, weight, None)?;
-        add_scaled(&mut difference, wanted, -1.0)?;
-        self.mean_square(&difference).await
-    }
-
-    /// (2/tokens)·Σ‖(W − Ŵ)·x̃‖²: what rounding alone loses of the weight that it aimed at, both f32 [rows, n].
-    /// Of two roundings of one weight this tells the better where the same large rest of y, that no weight
-    /// reaches, would drown the difference.
-    ///
-    /// # Errors
-    /// Those of the device.
-    pub async fn rounding(&self, aim: &Tensor, weight: &Tensor) -> Result<f64> {
-        let mut error = copy(aim)?;
-        add_scaled(&mut error, weight, -1.0)?;
-        self.mean_square(&linear(&self.seen, &error, None)?).await
+    pub fn outputs(&self, weight: &Tensor) -> Result<Tensor> {
+        linear(&self.seen, weight, None)
     }
 
     /// By how much of the move Z the weight W does best here: the least of ‖y − (W + α·Z)·x̃‖² over α,
@@ -97,22 +83,36 @@ impl Held {
     /// # Errors
     /// Those of the device.
     pub async fn best_share(&self, wanted: &Tensor, weight: &Tensor, z: &Tensor) -> Result<f64> {
-        let moved = linear(&self.seen, z, None)?;
-        let mut left = linear(&self.seen, weight, None)?;
+        let (moved, mut left) = (self.outputs(z)?, self.outputs(weight)?);
         add_scaled(&mut left, wanted, -1.0)?;
         // ‖left + α·moved‖² at α = 0 and 1 and ‖moved‖² tell the parabola.
-        let at_0 = self.mean_square(&left).await?;
-        let square = self.mean_square(&moved).await?;
+        let at_0 = mean_square(&left).await?;
+        let square = mean_square(&moved).await?;
         add_scaled(&mut left, &moved, 1.0)?;
-        let at_1 = self.mean_square(&left).await?;
+        let at_1 = mean_square(&left).await?;
         let lowest = if square > 0.0 { 0.5 * (1.0 + (at_0 - at_1) / square) } else { 0.0 };
         Ok((4.0 * lowest.clamp(0.0, 1.0)).round() / 4.0)
     }
+}
 
-    async fn mean_square(&self, difference: &Tensor) -> Result<f64> {
-        let mut sums = Tensor::zeros(difference.device(), Elem::F32, &[difference.rows()])?;
-        add_squares(difference, &mut sums)?;
-        let total: f64 = sums.to_f32().await?.into_iter().map(f64::from).sum();
-        Ok(2.0 * total / difference.rows() as f64)
-    }
+/// (2/tokens)·Σ‖y − y'‖², both f32 [tokens, rows].
+///
+/// # Errors
+/// Those of the device.
+pub async fn distance(a: &Tensor, b: &Tensor) -> Result<f64> {
+    let mut sums = Tensor::zeros(a.device(), Elem::F32, &[a.rows()])?;
+    add_squared_differences(a, b, &mut sums)?;
+    mean(&sums).await
+}
+
+async fn mean_square(x: &Tensor) -> Result<f64> {
+    let mut sums = Tensor::zeros(x.device(), Elem::F32, &[x.rows()])?;
+    add_squares(x, &mut sums)?;
+    mean(&sums).await
+}
+
+/// Twice the mean, as in H.
+async fn mean(sums: &Tensor) -> Result<f64> {
+    let total: f64 = sums.to_f32().await?.into_iter().map(f64::from).sum();
+    Ok(2.0 * total / sums.len() as f64)
 }

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use crate::error::Result;
-use crate::gptq::held::Held;
+use crate::gptq::held::{Held, distance};
 use crate::gptq::losses::{Choice, HeldLosses};
 use crate::gptq::rounding::{Rounded, swept};
 use crate::gptq::stage::Prepared;
@@ -83,21 +83,24 @@ impl<'a> Judge<'a> {
         done: Done,
     ) -> Result<(Rounded, HeldLosses)> {
         let mut held = HeldLosses { alpha: aim.alpha * weight.rows() as f64, ..HeldLosses::default() };
-        if aim.alpha == 0.0 {
-            held.plain = self.loss(&done.swept).await?;
-        }
         let mut kept = done.swept;
+        let mut outputs = self.held.outputs(&kept.dequantized)?;
         held.choice = Choice::Swept;
-        if let Some(refitted) = done.refitted
-            && self.rounding(aim, &refitted).await? < self.rounding(aim, &kept).await?
-        {
-            (kept, held.choice) = (refitted, Choice::Full);
+        if aim.alpha == 0.0 {
+            held.plain = distance(&outputs, &self.wanted).await?;
         }
-        held.kept = self.loss(&kept).await?;
+        if let Some(refitted) = done.refitted {
+            let [aimed, better] = [&aim.target, &refitted.dequantized].map(|w| self.held.outputs(w));
+            let (aimed, better) = (aimed?, better?);
+            if distance(&better, &aimed).await? < distance(&outputs, &aimed).await? {
+                (kept, outputs, held.choice) = (refitted, better, Choice::Full);
+            }
+        }
+        held.kept = distance(&outputs, &self.wanted).await?;
         held.rtn = self.loss(done.rtn.untouched()).await?;
         let mut others = Vec::new();
         if aim.alpha > 0.0 {
-            let (loss, plain) = self.plain(prepared, weight, &kept, held.kept).await?;
+            let (loss, plain) = self.plain(prepared, weight, &outputs, held.kept).await?;
             held.plain = loss;
             others.extend(plain.map(|plain| (plain, loss, Choice::Plain)));
         }
@@ -115,24 +118,25 @@ impl<'a> Judge<'a> {
         Ok((kept, held))
     }
 
-    /// The loss of a sweep of `weight` as it is, and its outcome where that may be better than `kept` with its `loss`.
-    /// Some rows usually tell that it is not, and by how much: a quarter of the time.
+    /// The loss of a sweep of `weight` as it is, and its outcome where that may be better than what has these
+    /// `outputs` and this `loss`. Some rows usually tell that it is not, and by how much: a quarter of the time.
     async fn plain(
         &self,
         prepared: &Prepared,
         weight: &Tensor,
-        kept: &Rounded,
+        outputs: &Tensor,
         loss: f64,
     ) -> Result<(f64, Option<Rounded>)> {
         let sweep =
             async |rows: &Tensor| swept(prepared, &columns::gather(rows, &prepared.natural)?, None).await;
         if weight.rows() >= SAMPLED * ENOUGH {
             let rows: Vec<u32> = (0..weight.rows() as u32).step_by(SAMPLED).collect();
-            let some = |of: &Tensor| embedding::gather(&[of], &rows);
-            let wanted = Tensor::from_u32(weight.device(), &[rows.len()], rows.clone())?;
-            let wanted = columns::gather(&self.wanted, &wanted)?;
-            let ours = self.held.loss(&wanted, &some(&kept.dequantized)?).await?;
-            let plain = self.held.loss(&wanted, &sweep(&some(weight)?).await?.dequantized).await?;
+            let which = Tensor::from_u32(weight.device(), &[rows.len()], rows.clone())?;
+            let [wanted, outputs] = [&self.wanted, outputs].map(|of| columns::gather(of, &which));
+            let wanted = wanted?;
+            let plain = sweep(&embedding::gather(&[weight], &rows)?).await?;
+            let plain = distance(&self.held.outputs(&plain.dequantized)?, &wanted).await?;
+            let ours = distance(&outputs?, &wanted).await?;
             if plain > ours {
                 return Ok((loss * plain / ours, None));
             }
@@ -141,12 +145,9 @@ impl<'a> Judge<'a> {
         Ok((self.loss(&plain).await?, Some(plain)))
     }
 
+    /// (2/tokens)·Σ‖y − Ŵ·x̃‖².
     async fn loss(&self, rounded: &Rounded) -> Result<f64> {
-        self.held.loss(&self.wanted, &rounded.dequantized).await
-    }
-
-    async fn rounding(&self, aim: &Aim, rounded: &Rounded) -> Result<f64> {
-        self.held.rounding(&aim.target, &rounded.dequantized).await
+        distance(&self.held.outputs(&rounded.dequantized)?, &self.wanted).await
     }
 }
 

@@ -12,7 +12,7 @@ pub struct Losses {
     pub held: Option<HeldLosses>,
 }
 
-/// What is lost on held-out rows against the outputs of the original layer; see [`crate::gptq::held::Held::loss`].
+/// What is lost on held-out rows against what the layer should give: (2/tokens)·Σ‖y − Ŵ·x̃‖².
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct HeldLosses {
     pub rtn: f64,

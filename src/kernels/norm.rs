@@ -2,6 +2,7 @@
 
 use super::cut::lanes;
 use super::parallel::for_chunks;
+use super::simd::multiversion;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
@@ -17,10 +18,7 @@ pub fn add_squares(x: &Tensor, sums: &mut Tensor) -> Result<()> {
     match x.device().clone() {
         Device::Cpu => {
             let (values, n) = (x.f32s()?, x.cols());
-            for_chunks(sums.f32s_mut()?, 1, |row, sum| {
-                let squares = values[row * n..(row + 1) * n].iter().map(|&v| f64::from(v) * f64::from(v));
-                sum[0] += squares.sum::<f64>() as f32;
-            });
+            for_chunks(sums.f32s_mut()?, 1, |row, sum| sum[0] += squares(&values[row * n..][..n]) as f32);
             Ok(())
         }
         Device::Gpu(gpu) => gpu::add(&gpu, lanes(&gpu, x.cols()), x, None, sums),
@@ -39,12 +37,39 @@ pub fn add_squared_differences(x: &Tensor, y: &Tensor, sums: &mut Tensor) -> Res
         Device::Cpu => {
             let (x, y, n) = (x.f32s()?, y.f32s()?, x.cols());
             for_chunks(sums.f32s_mut()?, 1, |row, sum| {
-                let pairs = x[row * n..][..n].iter().zip(&y[row * n..][..n]);
-                sum[0] += pairs.map(|(&x, &y)| (f64::from(x) - f64::from(y)).powi(2)).sum::<f64>() as f32;
+                sum[0] += squared_differences(&x[row * n..][..n], &y[row * n..][..n]) as f32;
             });
             Ok(())
         }
         Device::Gpu(gpu) => gpu::add(&gpu, lanes(&gpu, x.cols()), x, Some(y), sums),
+    }
+}
+
+/// Partial sums side by side, since each waits for the one before.
+const LANES: usize = 16;
+
+multiversion! {
+    fn squares(x: &[f32]) -> f64 {
+        let mut sums = [0f64; LANES];
+        let (whole, rest) = x.as_chunks::<LANES>();
+        for x in whole {
+            sums.iter_mut().zip(x).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
+        }
+        sums.iter_mut().zip(rest).for_each(|(sum, &x)| *sum += f64::from(x) * f64::from(x));
+        sums.iter().sum()
+    }
+}
+
+multiversion! {
+    fn squared_differences(x: &[f32], y: &[f32]) -> f64 {
+        let square = |x: f32, y: f32| (f64::from(x) - f64::from(y)) * (f64::from(x) - f64::from(y));
+        let mut sums = [0f64; LANES];
+        let ((x, x_rest), (y, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+        for (x, y) in x.iter().zip(y) {
+            sums.iter_mut().zip(x.iter().zip(y)).for_each(|(sum, (&x, &y))| *sum += square(x, y));
+        }
+        sums.iter_mut().zip(x_rest.iter().zip(y_rest)).for_each(|(sum, (&x, &y))| *sum += square(x, y));
+        sums.iter().sum()
     }
 }
 

@@ -670,10 +670,10 @@ pub fn linear_flops(scheme: &Scheme, spec: &LinearSpec, tokens: usize, quantized
     match (scheme.needs_inputs(), quantized) {
         (true, true) => {
             let product = 2.0 * tokens as f64 * n * m;
-            // The sweep and the rounding to compare with; the correction and another sweep; a pass over the groups.
+            // The sweep and the rounding to compare with; the correction and a sweep of some rows; a pass over the groups.
             let share = |used: bool, beside: f64| if used { beside } else { 0.0 };
             product * (1.0 + share(scheme.needs_original(), 1.0))
-                + m * n * n * (2.0 + share(scheme.needs_original(), 5.0) + share(scheme.refit, 3.0))
+                + m * n * n * (2.0 + share(scheme.needs_original(), 4.25) + share(scheme.refit, 3.0))
         }
         (true, false) => 2.0 * tokens as f64 * n * m * if scheme.needs_original() { 2.0 } else { 1.0 },
         (false, true) => ROUNDING_FLOPS * m * n,
