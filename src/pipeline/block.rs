@@ -181,50 +181,17 @@ impl Run<'_> {
             self.stop_point(layer).await?;
             let Batch { ids, seq_len, held } = self.batches.get(batch);
             let flops = stage_flops(&plan.config, &plan.scheme, &plan.output, stage, ids.len(), *seq_len);
-            let (held, seq_len) = (*held, *seq_len);
+            let held = *held;
             let seen = self.input(index, block, flows, batch, of_all).await?;
-            let mut goal = Goal::Own;
-            let mut weighing = None;
-            if let Some((block, others)) = original {
-                match &beside {
-                    Beside::Inputs => {
-                        let inputs = self.input(index, block, others, batch, false).await?;
-                        goal = inputs.map_or(Goal::Own, Goal::Inputs);
-                    }
-                    Beside::Nothing | Beside::Outputs(_) => {
-                        let since = Instant::now();
-                        let to = if end.is_some() { index + 1 } else { index };
-                        let mut stream = None;
-                        if let Some(mut flow) = others.take(batch)? {
-                            block.advance(to, &mut flow, seq_len, &self.rope).await?;
-                            if end.is_some() {
-                                stream = Some(flow.stream()?);
-                            }
-                            others.put(batch, flow).await?;
-                        }
-                        if let Some(stream) = stream {
-                            weighing = Some(Weighing::by(&stream).await?);
-                            goal = self.still_to_give(stream, bias.as_ref(), flows, batch).await?;
-                        }
-                        self.clock.add("forward", since);
-                    }
+            let (goal, weighing) = match original {
+                Some((block, others)) => {
+                    self.goal((index, batch), &beside, bias.as_ref(), flows, (block, others)).await?
                 }
-            }
-            let since = Instant::now();
-            let divided = match (self.scaled.of(stage), &goal) {
-                (Some(of_stage), Goal::Inputs(x)) => {
-                    let mut x = copy(x)?;
-                    of_stage.scale.divide(&mut x)?;
-                    Some(Goal::Inputs(x))
-                }
-                _ => None,
+                None => (Goal::Own, None),
             };
-            match (&seen, &weighing, divided.as_ref().unwrap_or(&goal)) {
-                (Some(seen), Some(weighing), Goal::Outputs(wanted)) => {
-                    inputs.take(&weighing.of(seen)?, &Goal::Outputs(weighing.of(wanted)?), held)?;
-                }
-                (Some(seen), _, goal) => inputs.take(seen, goal, held)?,
-                (None, ..) => {}
+            let since = Instant::now();
+            if let Some(seen) = &seen {
+                self.sum_up(&mut inputs, stage, seen, (&goal, weighing.as_ref()), held)?;
             }
             self.clock.add("hessian", since);
             if plan.keep_between && block.worth_keeping(index) && !of_all {
@@ -237,6 +204,60 @@ impl Run<'_> {
             self.advance(layer, stage.name, flops);
         }
         inputs.done().await
+    }
+
+    /// What a stage's layers should make of one micro-batch for the quantized model to follow the original, and how
+    /// much each of its tokens counts where a layer writes to the stream. `bias` is that of the layer.
+    async fn goal(
+        &mut self,
+        (index, batch): (usize, usize),
+        beside: &Beside,
+        bias: Option<&Tensor>,
+        flows: &mut Flows,
+        (block, others): (&Block, &mut Flows),
+    ) -> Result<(Goal, Option<Weighing>)> {
+        if let Beside::Inputs = beside {
+            let inputs = self.input(index, block, others, batch, false).await?;
+            return Ok((inputs.map_or(Goal::Own, Goal::Inputs), None));
+        }
+        let Some(mut flow) = others.take(batch)? else { return Ok((Goal::Own, None)) };
+        let since = Instant::now();
+        let writes = matches!(beside, Beside::Outputs(_));
+        let seq_len = self.batches.get(batch).seq_len;
+        block.advance(index + usize::from(writes), &mut flow, seq_len, &self.rope).await?;
+        let stream = if writes { Some(flow.stream()?) } else { None };
+        others.put(batch, flow).await?;
+        let found = match stream {
+            Some(stream) => {
+                let weighing = Weighing::by(&stream).await?;
+                (self.still_to_give(stream, bias, flows, batch).await?, Some(weighing))
+            }
+            None => (Goal::Own, None),
+        };
+        self.clock.add("forward", since);
+        Ok(found)
+    }
+
+    /// Takes in one micro-batch: inputs divided as the stage's are, tokens as much as they count.
+    fn sum_up(
+        &self,
+        inputs: &mut StageInputs,
+        stage: &Stage,
+        seen: &Tensor,
+        (goal, weighing): (&Goal, Option<&Weighing>),
+        held: bool,
+    ) -> Result<()> {
+        match (goal, weighing, self.scaled.of(stage)) {
+            (Goal::Outputs(wanted), Some(weighing), _) => {
+                inputs.take(&weighing.of(seen)?, &Goal::Outputs(weighing.of(wanted)?), held)
+            }
+            (Goal::Inputs(x), _, Some(of_stage)) => {
+                let mut x = copy(x)?;
+                of_stage.scale.divide(&mut x)?;
+                inputs.take(seen, &Goal::Inputs(x), held)
+            }
+            _ => inputs.take(seen, goal, held),
+        }
     }
 
     /// What a layer has to give, but for its bias, so that the quantized model's stream comes to where the
