@@ -599,6 +599,30 @@ fn compressed_tensors_becomes_gptq_with_the_same_weights() {
     assert_eq!(config(&converted)["quantization_config"]["meta"]["converter"][0], "halftone:0.1.0");
 }
 
+/// What a loader is known to refuse of the result is told as `quantize` tells it of the same.
+#[test]
+fn a_conversion_knows_what_loaders_refuse() {
+    let ordered = Scheme { desc_act: true, ..Scheme::preset(Preset::Reference, 4, Some(32)) };
+    for (name, scheme, output, format, told) in [
+        ("llama", default4(), Output::default(), Format::GptqV2, 0),
+        ("llama", ordered, Output::default(), Format::CompressedTensors, 1),
+        ("llama", Scheme { sym: false, ..default4() }, in_format(Format::GptqV2), Format::Gptq, 1),
+        ("llama", default4(), Output { lm_head: true, ..with(&[DOWN_8], &[]) }, Format::GptqV2, 2),
+        ("mixtral", default4(), in_format(Format::CompressedTensors), Format::Gptq, 2),
+    ] {
+        let files = Job { output: output.clone(), ..Job::new(name, scheme.clone()) }.run().0;
+        let stored = open(&files);
+        let quant = stored.quant.as_ref().unwrap();
+        let notes = block_on(convert::plan(&stored.checkpoint, quant, format, 1 << 30, &mut |_, _| true));
+        let mut notes = notes.unwrap().notes;
+        notes.retain(|note| !note.starts_with("scales stay in F16"));
+        let direct = Job { output: Output { format, ..output }, ..Job::new(name, scheme) };
+        let warnings = direct.plan(&direct.stored().unwrap()).unwrap().warnings;
+        assert_eq!(notes.len(), told, "{name} as {format}: {notes:?}");
+        assert!(notes.iter().all(|note| warnings.contains(note)), "{notes:?}, not of {warnings:?}");
+    }
+}
+
 fn edit_config(files: &mut Files, edit: impl FnOnce(&mut Value)) {
     let mut value = config(files);
     edit(&mut value["quantization_config"]);

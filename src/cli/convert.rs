@@ -59,6 +59,9 @@ pub async fn run(args: Args) -> Result<()> {
     let outcome = async {
         let plan = convert::plan(&checkpoint, &quant, format, shard_bytes, &mut progress).await?;
         check_room(plan.layout(), &args.out)?;
+        if !args.json {
+            bar.suspend(|| plan.notes.iter().for_each(|note| eprintln!("note: {note}")));
+        }
         plan.write(Rc::new(DirSink::create(&args.out)?), &mut progress).await?;
         Ok(plan)
     }
@@ -70,9 +73,6 @@ pub async fn run(args: Args) -> Result<()> {
             "output_bytes": plan.layout().tensor_bytes(), "notes": plan.notes});
         say!("{object:#}");
         return Ok(());
-    }
-    for note in &plan.notes {
-        eprintln!("note: {note}");
     }
     say!(
         "{}: {} layers from {} to {format}, {} of tensors",

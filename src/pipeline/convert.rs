@@ -7,6 +7,7 @@
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 
+use super::loaders::{self, Traits};
 use crate::checkpoint::config::{QuantConfig, Scheme, edited_config};
 use crate::checkpoint::floats::has_all;
 use crate::checkpoint::{
@@ -14,7 +15,8 @@ use crate::checkpoint::{
     TensorSpec, Writer, is_weights_file,
 };
 use crate::error::{Error, Result};
-use crate::model::arch::LM_HEAD_MODULE;
+use crate::model::ModelConfig;
+use crate::model::arch::{LM_HEAD_MODULE, stages};
 use crate::storage::Sink;
 
 /// A layer of the source and what becomes of it.
@@ -74,7 +76,6 @@ pub async fn plan<'a>(
     let modules = quantized_modules(checkpoint, from.format);
     check_parts(checkpoint, from.format, &modules)?;
     let mut layers = Vec::with_capacity(modules.len());
-    let mut notes = Vec::new();
     for (index, module) in modules.iter().enumerate() {
         if !progress(index, 2 * modules.len()) {
             return Err(stopped());
@@ -88,18 +89,24 @@ pub async fn plan<'a>(
             "Give a quantized model",
         ));
     }
-    if to == Format::CompressedTensors {
-        if layers.iter().any(|layer| layer.scheme.desc_act) {
-            notes.push(
-                "groups follow an order of columns (actorder \"group\"), which compressed-tensors 0.19 and later refuse"
-                    .to_owned(),
-            );
-        }
-        if layers.iter().any(|layer| layer.scale == DType::F16 && is_bf16(checkpoint)) {
-            notes.push("scales stay in F16; a loader that runs the model in BF16 rounds them".to_owned());
-        }
+    let mut notes = Vec::new();
+    if to == Format::CompressedTensors
+        && layers.iter().any(|layer| layer.scale == DType::F16 && is_bf16(checkpoint))
+    {
+        notes.push("scales stay in F16; a loader that runs the model in BF16 rounds them".to_owned());
     }
-    let quant = config(checkpoint, from, to, &layers)?;
+    // An architecture that is not computed is converted all the same.
+    let model = ModelConfig::of(checkpoint).ok();
+    let head = model.as_ref().map_or(LM_HEAD_MODULE, |model| &model.names.head);
+    let quant = config(checkpoint, model.as_ref(), from, to, &layers)?;
+    notes.extend(loaders::refusals(&Traits {
+        config: model.as_ref(),
+        format: to,
+        differs: !quant.rules.is_empty(),
+        asymmetric: layers.iter().any(|layer| !layer.scheme.sym),
+        ordered: layers.iter().any(|layer| layer.scheme.desc_act),
+        quantized_head: layers.iter().any(|layer| layer.module == head),
+    }));
     let layout = Layout::new(tensors(checkpoint, to, &layers)?, shard_bytes)?;
     Ok(Conversion { checkpoint, from, quant, layers, layout, notes })
 }
@@ -284,16 +291,30 @@ pub(super) fn is_table(module: &str) -> bool {
         .any(|word| module.rsplit('.').next().is_some_and(|last| last.contains(word)))
 }
 
-fn config(checkpoint: &Checkpoint, from: &QuantConfig, to: Format, layers: &[Layer]) -> Result<QuantConfig> {
+fn config(
+    checkpoint: &Checkpoint,
+    model: Option<&ModelConfig>,
+    from: &QuantConfig,
+    to: Format,
+    layers: &[Layer],
+) -> Result<QuantConfig> {
     let mut modules: Vec<(&str, Option<Scheme>)> =
         layers.iter().map(|layer| (layer.module.as_str(), Some(layer.scheme))).collect();
+    let quantizable: Option<HashSet<String>> = model.map(|model| {
+        let stages = (0..model.layers).flat_map(|layer| stages(model, layer));
+        stages.flat_map(|stage| stage.linears).map(|spec| spec.module).collect()
+    });
+    let left = |module: &str| {
+        from.rules.iter().any(|rule| rule.scheme.is_none() && rule.target.matches(module))
+            && quantizable.as_ref().is_none_or(|modules| modules.contains(module))
+    };
     for tensor in checkpoint.tensors().iter().filter(|tensor| is_matrix(tensor)) {
         let module = tensor.name.trim_end_matches(".weight");
         // A GPTQ loader knows which layers its architecture quantizes, unless it is told otherwise; the
         // other one takes every linear layer that it is not told of.
         let named = match to {
             Format::CompressedTensors => !is_table(module),
-            _ => from.rules.iter().any(|rule| rule.scheme.is_none() && rule.target.matches(module)),
+            Format::Gptq | Format::GptqV2 => left(module),
         };
         if named && module != LM_HEAD_MODULE {
             modules.push((module, None));

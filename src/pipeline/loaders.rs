@@ -8,7 +8,8 @@ use crate::model::ModelConfig;
 
 /// What of a result a loader may stumble over.
 pub(super) struct Traits<'a> {
-    pub config: &'a ModelConfig,
+    /// `None` for an architecture that is only converted.
+    pub config: Option<&'a ModelConfig>,
     pub format: Format,
     /// Layers differ from each other, or some stay in 16 bits.
     pub differs: bool,
@@ -32,11 +33,11 @@ fn of_compressed_tensors(result: &Traits) -> Vec<String> {
     if result.ordered {
         found.push(format!(
             "groups that follow the order of columns (actorder \"group\") are refused by compressed-tensors 0.19 and \
-             later; {} makes a file that all load",
+             later, but not those of a model quantized with {}",
             face::STATIC_GROUPS
         ));
     }
-    if result.asymmetric && result.config.experts.is_some() {
+    if result.asymmetric && result.config.is_some_and(|config| config.experts.is_some()) {
         found.push(
             "Transformers 5 leaves out the zero points of experts when it takes them together, and refuses the file; \
              it loads symmetric grids"
@@ -47,7 +48,8 @@ fn of_compressed_tensors(result: &Traits) -> Vec<String> {
 }
 
 fn of_gptq(result: &Traits) -> Vec<String> {
-    let (family, experts) = (result.config.family.name, result.config.experts.as_ref());
+    let family = result.config.map_or("", |config| config.family.name);
+    let experts = result.config.and_then(|config| config.experts.as_ref());
     let mut found = Vec::new();
     if result.differs {
         found.push(format!(
@@ -118,7 +120,14 @@ mod tests {
     }
 
     fn plain(config: &ModelConfig, format: Format) -> Traits<'_> {
-        Traits { config, format, differs: false, asymmetric: false, ordered: false, quantized_head: false }
+        Traits {
+            config: Some(config),
+            format,
+            differs: false,
+            asymmetric: false,
+            ordered: false,
+            quantized_head: false,
+        }
     }
 
     fn words(result: &Traits) -> String {
@@ -147,6 +156,8 @@ mod tests {
             refusals(&all).len()
         };
         assert_eq!((all(Format::Gptq), all(Format::GptqV2), all(Format::CompressedTensors)), (3, 2, 1));
+        let unknown = Traits { config: None, ..plain(&config, Format::Gptq) };
+        assert_eq!(words(&unknown), "");
         let head = words(&Traits { quantized_head: true, ..plain(&config, Format::Gptq) });
         assert!(head.contains("head unread") && head.contains("compressed-tensors"), "{head}");
     }

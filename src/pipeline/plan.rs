@@ -322,7 +322,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     }
     let chosen = || plan.assigned.values().flatten().map(|assigned| &assigned.scheme);
     let refusals = loaders::refusals(&Traits {
-        config: &plan.config,
+        config: Some(&plan.config),
         format: output.format,
         differs: !plan.quant_config(None)?.rules.is_empty(),
         asymmetric: chosen().any(|scheme| !scheme.sym),
