@@ -639,6 +639,8 @@ fn what_another_format_cannot_hold_is_refused_by_name() {
     let (gptq, _) = Job::new("llama", default4()).run();
     let error = convert_to(&gptq, Format::Gptq).err().unwrap();
     assert_says(&error, 2, &["in the format gptq already"]);
+    let (gpt2, _) = Job::new("gpt2", default4()).run();
+    refusal(&gpt2, Format::CompressedTensors, &["Conv1D", "--format gptq"]);
 
     let scheme = Scheme { sym: false, ..default4() };
     let (mut v2, _) = Job { output: in_format(Format::GptqV2), ..Job::new("llama", scheme) }.run();

@@ -73,6 +73,11 @@ pub async fn plan<'a>(
             "Save the model again with a current compressed-tensors first",
         ));
     }
+    // An architecture that is not computed is converted all the same.
+    let model = ModelConfig::of(checkpoint).ok();
+    if let Some(model) = &model {
+        loaders::check_writable(model, to)?;
+    }
     let modules = quantized_modules(checkpoint, from.format);
     check_parts(checkpoint, from.format, &modules)?;
     let mut layers = Vec::with_capacity(modules.len());
@@ -95,8 +100,6 @@ pub async fn plan<'a>(
     {
         notes.push("scales stay in F16; a loader that runs the model in BF16 rounds them".to_owned());
     }
-    // An architecture that is not computed is converted all the same.
-    let model = ModelConfig::of(checkpoint).ok();
     let head = model.as_ref().map_or(LM_HEAD_MODULE, |model| &model.names.head);
     let quant = config(checkpoint, model.as_ref(), from, to, &layers)?;
     notes.extend(loaders::refusals(&Traits {

@@ -3,6 +3,7 @@
 //! (`make peers`, whose list of known refusals is the same).
 
 use crate::checkpoint::Format;
+use crate::error::{Error, Result};
 use crate::face;
 use crate::model::ModelConfig;
 
@@ -18,6 +19,23 @@ pub(super) struct Traits<'a> {
     /// Some groups follow an order of columns.
     pub ordered: bool,
     pub quantized_head: bool,
+}
+
+/// Whether any loader takes the model's layers in this format at all.
+///
+/// # Errors
+/// [`Error::Unsupported`] for layers that are not what the format's loaders replace.
+pub(super) fn check_writable(config: &ModelConfig, format: Format) -> Result<()> {
+    if config.transposed && format == Format::CompressedTensors {
+        return Err(Error::unsupported(
+            format!(
+                "{} has Conv1D layers, which compressed-tensors does not replace when it loads",
+                config.family.name
+            ),
+            format!("Use {}", face::AS_GPTQ),
+        ));
+    }
+    Ok(())
 }
 
 /// A sentence for each loader that does not take it.

@@ -180,15 +180,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         ));
     }
     check_tensors(stored, &config)?;
-    if config.transposed && options.output.format == Format::CompressedTensors {
-        return Err(Error::unsupported(
-            format!(
-                "{} has Conv1D layers, which compressed-tensors does not replace when it loads",
-                config.family.name
-            ),
-            format!("Use {}", face::AS_GPTQ),
-        ));
-    }
+    loaders::check_writable(&config, options.output.format)?;
     if !device.is_cpu() {
         check_shapes(&config)?;
     }
