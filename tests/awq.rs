@@ -160,6 +160,21 @@ fn gptq_keeps_a_scale_where_held_out_rows_say_so() {
     }
 }
 
+/// With one sequence nothing tells whether a scale serves a sweep; rounding's is found by the sums.
+#[test]
+fn without_rows_to_judge_by_gptq_has_no_scale() {
+    let of = |scheme: Scheme| {
+        let job = Job { rows: rows(1, 64, 5), scheme, ..uneven("llama") };
+        let (_, report) = job.run();
+        (scaled(&report, ""), report.warnings.join("\n"))
+    };
+    let (count, warnings) = of(both());
+    assert_eq!(count, 0);
+    assert!(warnings.contains("one calibration sequence") && warnings.contains("inputs are not scaled"));
+    let (count, warnings) = of(awq());
+    assert!(count > 0 && !warnings.contains("one calibration sequence"), "{count}: {warnings}");
+}
+
 #[test]
 fn what_cannot_be_folded_is_left_as_it_was_and_told() {
     let told = |job: &Job| {

@@ -667,6 +667,21 @@ fn a_killed_or_interrupted_run_is_resumed_to_the_same_bytes() {
         assert_eq!(output.status.code(), Some(7));
         let message = stderr(&output);
         assert!(message.lines().last().unwrap().contains("--bits changed (was 4, is 3)"), "{message}");
+        if layer > 0 {
+            let part = out.join("model.safetensors.part");
+            let written = std::fs::read(&part).unwrap();
+            let mut changed = written.clone();
+            changed[written.len() / 4] ^= 1;
+            std::fs::write(&part, changed).unwrap();
+            let wrong = ["model.safetensors.part: tensor", "another program changed it", "--overwrite"];
+            let output = demo_run(&out, &["--resume"]).output().unwrap();
+            let message = stderr(&output).lines().last().unwrap().to_owned();
+            assert!(
+                output.status.code() == Some(7) && wrong.iter().all(|word| message.contains(word)),
+                "{message}"
+            );
+            std::fs::write(&part, written).unwrap();
+        }
         succeeds(demo_run(&out, &["--resume"]).output().unwrap());
         assert_same(&without_seconds(files(&out)), &want, "killed and resumed");
     }

@@ -24,6 +24,7 @@ pub use header::TensorInfo;
 pub use linear::GptqLinear;
 pub use pack::ZeroFormat;
 pub use reader::Checkpoint;
+pub use verify::VERIFY;
 pub use writer::{Layout, TensorSpec, Writer};
 
 /// The model's description; written last, so a directory without it is unfinished.

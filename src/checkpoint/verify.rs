@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::Xxh3;
 
 use super::INDEX;
 use super::header::{self, LENGTH_BYTES};
-use super::writer::{COPY_BYTES, Layout};
+use super::writer::{COPY_BYTES, Layout, PlannedTensor};
 use crate::error::{Error, Result};
 use crate::face;
 use crate::storage::Source;
@@ -20,7 +20,7 @@ pub async fn verify(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Resul
     for (index, shard) in layout.shards().iter().enumerate() {
         let place = format!("{}/{}", source.describe(), shard.name);
         let wrong =
-            |what: String| Error::io("verify", &place, format_args!("{what}; {AGAIN}. {}", face::START_ANEW));
+            |what: String| Error::io(VERIFY, &place, format_args!("{what}; {AGAIN}. {}", face::START_ANEW));
         match source.size(&shard.name) {
             Some(size) if size == shard.size => {}
             Some(size) => {
@@ -45,15 +45,8 @@ pub async fn verify(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Resul
             if !same {
                 return Err(wrong(format!("its header does not say what was planned of {name}")));
             }
-            let mut hasher = Xxh3::new();
-            let mut begin = planned.begin;
-            while begin < planned.end {
-                let end = planned.end.min(begin + COPY_BYTES);
-                hasher.update(&source.read(&shard.name, begin..end).await?);
-                begin = end;
-            }
-            if hasher.digest() != *sum {
-                return Err(wrong(format!("tensor {name} does not read as it was written")));
+            if digest(source, &shard.name, planned).await? != *sum {
+                return Err(wrong(format!("tensor {name} {DIFFERS}")));
             }
         }
         if let Some(extra) = found.next() {
@@ -64,7 +57,7 @@ pub async fn verify(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Resul
         let size = source.size(INDEX).unwrap_or_default();
         if size != index.len() as u64 || source.read(INDEX, 0..size).await? != index.as_bytes() {
             return Err(Error::io(
-                "verify",
+                VERIFY,
                 format!("{}/{INDEX}", source.describe()),
                 format_args!("{AGAIN}. {}", face::START_ANEW),
             ));
@@ -76,19 +69,60 @@ pub async fn verify(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Resul
     }
 }
 
+/// Compares the tensors that a stopped run finished with their XXH3, one of `sums` for each, so that nothing is built on
+/// a file that has changed.
+///
+/// # Errors
+/// [`Error::Resume`] naming the first file and tensor that differ; those of the source.
+pub async fn verify_finished(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Result<()> {
+    for (planned, sum) in layout.tensors().iter().zip(sums) {
+        let shard = &layout.shards()[planned.shard];
+        let part = shard.part();
+        let file = if source.size(&part).is_some() { &part } else { &shard.name };
+        let wrong = |what: String| {
+            Error::resume(format_args!("{}/{file}: {what}; {AGAIN}", source.describe()), face::START_ANEW)
+        };
+        let header = shard.header().len() as u64;
+        if planned.begin == header && source.read(file, 0..header).await? != shard.header() {
+            return Err(wrong("its header is not what was written".into()));
+        }
+        if digest(source, file, planned).await? != *sum {
+            return Err(wrong(format!("tensor {} {DIFFERS}", planned.spec.name)));
+        }
+    }
+    Ok(())
+}
+
+async fn digest(source: &dyn Source, file: &str, planned: &PlannedTensor) -> Result<u64> {
+    let mut hasher = Xxh3::new();
+    let mut begin = planned.begin;
+    while begin < planned.end {
+        let end = planned.end.min(begin + COPY_BYTES);
+        hasher.update(&source.read(file, begin..end).await?);
+        begin = end;
+    }
+    Ok(hasher.digest())
+}
+
+/// What an [`Error::Io`] of a file that has changed says was being done.
+pub const VERIFY: &str = "verify";
+const DIFFERS: &str = "does not read as it was written";
 const AGAIN: &str = "the disk or another program changed it";
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::checkpoint::{DType, TensorSpec, Writer};
+    use crate::checkpoint::{DType, PART, SINGLE, TensorSpec, Writer};
     use crate::storage::Sink;
     use crate::storage::memory::MemorySink;
     use pollster::block_on;
     use std::rc::Rc;
 
+    fn spec(name: &str, extent: u64) -> TensorSpec {
+        TensorSpec::new(name, DType::U8, [extent])
+    }
+
     fn layout() -> Layout {
-        let spec = |name, extent| TensorSpec::new(name, DType::U8, [extent]);
         Layout::new(vec![spec("a", 3), spec("b", 0), spec("c", 5)], 4).unwrap()
     }
 
@@ -135,5 +169,27 @@ mod tests {
         sums[2] ^= 1;
         let message = check(&sink, &sums).unwrap_err().to_string();
         assert!(message.contains("00002-of-00002") && message.contains("tensor c"), "{message}");
+    }
+
+    /// A run that had finished two tensors when it was stopped.
+    #[test]
+    fn a_byte_that_changed_is_found_before_a_run_goes_on() {
+        let (sink, sums) = written();
+        let layout = || Layout::new(vec![spec("a", 3), spec("b", 2), spec("c", 5)], 100).unwrap();
+        sink.insert(SINGLE, [layout().shards()[0].header(), &[1, 2, 3]].concat());
+        let resume = |sums: &[u64]| block_on(Writer::resume(Rc::new(sink.clone()), layout(), sums)).err();
+        assert!(resume(&sums[..1]).is_none());
+        let part = format!("{SINGLE}{PART}");
+        let content = sink.get(&part).unwrap().to_vec();
+        for at in 0..content.len() {
+            let mut changed = content.clone();
+            changed[at] ^= 1;
+            sink.insert(part.clone(), changed);
+            let message = resume(&sums[..1]).unwrap();
+            assert_eq!(message.exit_code(), 7);
+            let message = message.to_string();
+            assert!(message.contains(&part) && message.contains("--overwrite"), "{message}");
+            assert!(!message.contains("--resume"), "{message}");
+        }
     }
 }

@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
 use super::dtype::DType;
 use super::reader::Checkpoint;
-use super::verify::verify;
+use super::verify::{verify, verify_finished};
 use super::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE, header};
 use crate::error::{Error, Result};
 use crate::face;
@@ -207,7 +207,7 @@ impl Writer {
     /// [`Writer::sums`] these are; whatever it wrote beyond them is cut off.
     ///
     /// # Errors
-    /// [`Error::Resume`] naming the file that is absent or shorter than it must be.
+    /// [`Error::Resume`] naming the file that is absent, shorter than it must be or not what was written.
     pub async fn resume(sink: Rc<dyn Sink>, layout: Layout, sums: &[u64]) -> Result<Self> {
         let tensors_done = sums.len();
         if tensors_done > layout.tensors.len() {
@@ -233,13 +233,19 @@ impl Writer {
         }
         let mut writer = Self { sink, layout, done: tensors_done, sums: sums.to_vec(), file: None };
         if !shard_done {
-            writer.file = Some(writer.reopen(last).await?);
+            writer.check_part(last).await?;
+        }
+        verify_finished(&*writer.sink.reader().await?, &writer.layout, sums).await?;
+        if !shard_done {
+            let tensor = &writer.layout.tensors[last];
+            let part = writer.layout.shards[tensor.shard].part();
+            writer.file = Some(writer.sink.open(&part, tensor.end).await?);
         }
         Ok(writer)
     }
 
-    /// Opens the unfinished shard of tensor `last`, keeping everything up to its end.
-    async fn reopen(&self, last: usize) -> Result<Box<dyn SinkFile>> {
+    /// Whether the unfinished shard of tensor `last` has everything up to its end.
+    async fn check_part(&self, last: usize) -> Result<()> {
         let tensor = &self.layout.tensors[last];
         let shard = &self.layout.shards[tensor.shard];
         let part = shard.part();
@@ -247,8 +253,7 @@ impl Writer {
         if self.sink.size(&part).await?.is_none() && self.sink.size(&shard.name).await?.is_some() {
             self.sink.rename(&shard.name, &part).await?;
         }
-        check_length(&*self.sink, &part, tensor.end).await?;
-        self.sink.open(&part, tensor.end).await
+        check_length(&*self.sink, &part, tensor.end).await
     }
 
     /// Number of tensors finished.

@@ -140,11 +140,17 @@ pub async fn run(args: Args) -> Result<()> {
     }
     let seconds = estimate::seconds(&plan, estimate::speed(&device).await?);
     if args.json {
+        let mut modules = serde_json::json!(plan.modules);
+        for (object, module) in modules.as_array_mut().into_iter().flatten().zip(&plan.modules) {
+            if is_open(&plan, module) {
+                object["bits"] = serde_json::Value::Null;
+            }
+        }
         let object = serde_json::json!({
             "model_type": plan.config.family.name,
             "device": device.describe(),
             "format": plan.output.format,
-            "modules": plan.modules,
+            "modules": modules,
             "skipped": plan.skipped,
             "memory": plan.memory,
             "memory_total": plan.memory.total(),
@@ -166,13 +172,17 @@ pub async fn run(args: Args) -> Result<()> {
     Ok(())
 }
 
+/// Whether a layer's bits are only assumed so far, and so not shown.
+fn is_open(plan: &Plan, module: &ModulePlan) -> bool {
+    plan.output.mixed.as_ref().is_some_and(|mixed| mixed.allocation.is_none())
+        && plan.units.iter().any(|unit| unit.modules.contains(&module.module))
+}
+
 /// The table and the sums.
 pub fn print_plan(stored: &Stored, segments: &Segments, device: &Device, plan: &Plan) {
-    // Bits that are only assumed so far are not shown.
-    let assumed = plan.output.mixed.as_ref().filter(|mixed| mixed.allocation.is_none());
-    let bits = |module: &ModulePlan| {
-        let open = plan.units.iter().any(|unit| unit.modules.contains(&module.module));
-        assumed.filter(|_| open).map_or(module.bits.to_string(), |mixed| format!("~{}", mixed.average))
+    let bits = |module: &ModulePlan| match &plan.output.mixed {
+        Some(mixed) if is_open(plan, module) => format!("~{}", mixed.average),
+        _ => module.bits.to_string(),
     };
     let rows: Vec<Vec<String>> = plan
         .modules

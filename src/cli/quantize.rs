@@ -7,7 +7,7 @@ use super::allocation;
 use super::options::JobArgs;
 use super::plan::{Prepared, Request, check_room, prepare};
 use super::progress::{Terminal, stop_flag};
-use crate::checkpoint::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE};
+use crate::checkpoint::{CONFIG, INDEX, PART, QUANTIZE_CONFIG, SINGLE, VERIFY};
 use crate::error::{Error, Result};
 use crate::pipeline::journal::{JOURNAL, Journal};
 use crate::pipeline::plan::human_bytes;
@@ -132,7 +132,9 @@ fn check_out(args: &Args) -> Result<()> {
     if same(&args.job.model, &args.out) {
         return Err(Error::options("--out is the model's own directory", "Give another directory"));
     }
-    if args.resume && !args.out.join(JOURNAL).exists() {
+    // One that was stopped before its first block, while bits were measured, has left nothing and begins again.
+    let is_empty = || std::fs::read_dir(&args.out).is_ok_and(|mut entries| entries.next().is_none());
+    if args.resume && !args.out.join(JOURNAL).exists() && !is_empty() {
         let (what, advice) = match args.out.join(CONFIG).exists() {
             true => ("a finished result", "There is nothing left to do; --overwrite makes it anew"),
             false => ("no stopped run", "Leave out --resume to start one"),
@@ -188,9 +190,12 @@ fn is_written_by_a_run(name: &str) -> bool {
         || name.strip_prefix("model-").is_some_and(shard)
 }
 
-/// A disk that filled up is no reason to lose the finished blocks.
+/// A disk that filled up is no reason to lose the finished blocks; one that changed them is.
 async fn with_what_is_kept(error: Error, sink: &dyn Sink) -> Error {
     let Error::Io { action, path, reason } = error else { return error };
+    if action == VERIFY {
+        return Error::Io { action, path, reason };
+    }
     let done = Journal::read(sink).await.ok().flatten().map_or(0, |journal| journal.blocks_done);
     let reason = match done {
         0 => reason,

@@ -11,6 +11,8 @@ const SMALLEST: usize = 1 << 16;
 
 /// Elements kept at most: 64 MiB.
 const KEPT: usize = 1 << 24;
+/// The same in bytes.
+pub const KEPT_BYTES: u64 = 4 * KEPT as u64;
 
 thread_local! {
     static SHELF: RefCell<Vec<Vec<f32>>> = const { RefCell::new(Vec::new()) };

@@ -26,8 +26,9 @@ pub async fn speed(device: &Device) -> Result<f64> {
     Ok(2.0 * (m * n * n) as f64 / best)
 }
 
-/// Seconds that a run takes on a device of this [`speed`].
+/// Seconds that a run takes on a device of this [`speed`], with those before it where bits are measured.
 pub fn seconds(plan: &Plan, speed: f64) -> f64 {
     // Norms, attention and scale search run beside the products; measured, they add about half.
-    plan.flops / speed * 1.5
+    let of = |flops: f64| flops / speed * 1.5;
+    of(plan.flops) + plan.measuring_seconds.unwrap_or(of(plan.measuring_flops))
 }

@@ -15,6 +15,7 @@ use super::stream::MOST_HELD;
 use crate::checkpoint::config::{LM_HEAD, QuantConfig, Scheme as StoredScheme};
 use crate::checkpoint::{DType, Format, Layout, StoredLayer, TensorSpec};
 use crate::device::Device;
+use crate::device::host::KEPT_BYTES;
 use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::scheme::{Alpha, Scaling, Scheme};
@@ -111,7 +112,8 @@ pub struct Memory {
     pub hessian: u64,
     /// The original model beside the quantized one: one block's weights and the text's activations.
     pub original: u64,
-    /// One micro-batch's intermediate results, or one piece of a weight being quantized.
+    /// One micro-batch's intermediate results, or one piece of a weight being quantized; on the CPU also what is kept
+    /// to be used again, and the program itself.
     pub working: u64,
 }
 
@@ -151,6 +153,9 @@ pub struct Plan {
     pub keep_between: bool,
     /// Floating-point operations of the whole run.
     pub flops: f64,
+    /// Where the bits are an average: operations of measuring what layers lose, and seconds that it took once it is done.
+    pub measuring_flops: f64,
+    pub measuring_seconds: Option<f64>,
     pub tokens: usize,
     pub warnings: Vec<String>,
 }
@@ -285,6 +290,8 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     let mut plan = Plan {
         memory: Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, original: 0, working: 0 },
         flops: flops(&config, options, &stages, &assigned),
+        measuring_flops: sensitivity::flops(&config, &units, &stages, options),
+        measuring_seconds: None,
         batch_tokens: options.batch_tokens.unwrap_or(BATCH_TOKENS).max(options.longest),
         piece_bytes: PIECE_BYTES,
         stream_on_device: true,
@@ -309,6 +316,7 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
             options.longest, plan.config.max_position_embeddings
         ));
     }
+    plan.warnings.extend(unjudged(&plan, options));
     if plan.scheme.scaling != Scaling::None {
         plan.warnings.extend(scaling::left_unscaled(&plan.config, &plan.assigned));
     }
@@ -323,6 +331,23 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
     });
     plan.warnings.extend(refusals);
     Ok(plan)
+}
+
+/// What the only sequence there is cannot tell.
+fn unjudged(plan: &Plan, options: &PlanOptions) -> Option<String> {
+    let Scheme { alpha, refit, scaling, .. } = plan.scheme;
+    if options.tokens == 0 || options.tokens > options.longest {
+        return None;
+    }
+    let left = [
+        (alpha == Alpha::Measured, "weights are not moved towards the original's outputs"),
+        (refit, "a refit is judged by the text that it is made from"),
+        (plan.scheme.sweeps() && scaling != Scaling::None, "inputs are not scaled"),
+        (plan.output.mixed.is_some(), "each layer's bits are judged by the text that they are measured on"),
+    ];
+    let left: Vec<&str> = left.iter().filter(|(is_so, _)| *is_so).map(|(_, what)| *what).collect();
+    (!left.is_empty())
+        .then(|| format!("one calibration sequence leaves none to judge by: {}", left.join(", ")))
 }
 
 /// Every stage with the number of its block; the head's, if it is quantized, with the number after the
@@ -614,7 +639,7 @@ fn flops(
     sum
 }
 
-/// A stage's part of a pass that looks at the block's own inputs only.
+/// A stage's part of a pass that looks at the block's own inputs only: their sums, and its layers on the way to the next.
 pub fn measuring_flops(
     config: &ModelConfig,
     scheme: &Scheme,
@@ -624,7 +649,9 @@ pub fn measuring_flops(
     seq_len: usize,
 ) -> f64 {
     let scheme = Scheme { alpha: Alpha::Fixed(0.0), ..scheme.clone() };
+    let weights: usize = stage.linears.iter().map(|spec| spec.in_features * spec.out_features).sum();
     stage_flops(config, &scheme, output, stage, tokens, seq_len)
+        + 2.0 * rows_of(config, output, stage, tokens as f64) * weights as f64
 }
 
 /// A stage's part for `tokens` tokens in sequences of `seq_len`: their Hessian, and the attention
@@ -681,7 +708,10 @@ fn sums_beside((stage, ends): (&Stage, bool)) -> Option<usize> {
 
 /// What fitting min-max scales, rounding and packing one weight costs, measured against the matrix
 /// product.
-const ROUNDING_FLOPS: f64 = 500.0;
+pub(super) const ROUNDING_FLOPS: f64 = 500.0;
+
+/// Of the program, its text and its tokenizer, measured.
+const PROGRAM_BYTES: u64 = 32 << 20;
 
 /// Sums up the plan's memory and gives up conveniences until it fits.
 fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result<()> {
@@ -733,8 +763,20 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     let sums = (2 + twice + u64::from(scheme.refit)) * panels(widest)
         + if scheme.needs_original() { panels(widest) + drift } else { 0 }
         + if scheme.needs_held() { held } else { 0 };
+    // The original's inputs are kept where they are compared and not its outputs.
+    let kept = (0..config.layers)
+        .flat_map(|layer| {
+            let spec = block(config, layer);
+            let ends: Vec<bool> = spec.ends_in_stream().collect();
+            let compared = |stage: &Stage, ends: bool| !ends && !EXPERT_STAGES.contains(&stage.name);
+            let second = spec.stages().zip(ends).skip(1).step_by(2);
+            let inputs = second.filter(|(stage, ends)| compared(stage, *ends)).map(|(stage, _)| stage);
+            inputs.flat_map(|stage| &stage.linears).map(|spec| spec.in_features).collect::<Vec<_>>()
+        })
+        .max()
+        .unwrap_or(0);
     let beside = match scheme.needs_original() {
-        true => half_weights + bytes(tokens * (hidden + width.max(inner))),
+        true => half_weights + bytes(tokens * (hidden + kept)),
         false if scaled => half_weights,
         false => 0,
     } + side;
@@ -748,19 +790,31 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     };
     let copies = if scheme.needs_held() { 11 } else { 5 };
     let pieces = copies * bytes(largest).min(plan.piece_bytes as u64) + head;
-    let working =
-        |batch: usize| bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
+    let between = bytes(tokens * width.max(inner));
+    // What the CPU keeps to use again, what the allocator loses, and the program itself with its text and tokenizer.
+    let idle = |used: u64| if device.is_cpu() { KEPT_BYTES.min(used) + used / 8 + PROGRAM_BYTES } else { 0 };
+    let working = |batch: usize| {
+        let own = bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
+        own + idle(if calibrated { stream + between + own } else { own })
+    };
     plan.memory = if calibrated {
         Memory {
             stream,
-            between_stages: bytes(tokens * width.max(inner)),
+            between_stages: between,
             weights: layer_weights,
             hessian: sums,
             original: beside,
             working: working(plan.batch_tokens),
         }
     } else {
-        Memory { stream: 0, between_stages: 0, weights: 0, hessian: 0, original: 0, working: pieces }
+        Memory {
+            stream: 0,
+            between_stages: 0,
+            weights: 0,
+            hessian: 0,
+            original: 0,
+            working: pieces + idle(pieces),
+        }
     };
     // A stream on the host takes none of the device's memory.
     let needed =

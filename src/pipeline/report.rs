@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::allocation::Allocation;
+use super::run::QUANT_LOG;
 use crate::gptq::losses::Choice;
 
 /// One quantized linear layer; a row of `quant_log.csv`.
@@ -88,6 +89,22 @@ impl ModuleRow {
     }
 }
 
+/// What to tell a person of layers that lose more on held-out rows than if they were rounded to nearest, which could
+/// not take their place: its groups lie in another order, or what comes before carries the layers' scale already.
+pub fn behind_rounding(rows: &[ModuleRow]) -> Option<String> {
+    let more = |row: &ModuleRow| row.held.map_or(0.0, |held| held.kept / held.rtn - 1.0);
+    let behind: Vec<&ModuleRow> = rows.iter().filter(|row| more(row) > 0.0).collect();
+    let worst = behind.iter().copied().max_by(|a, b| more(a).total_cmp(&more(b)))?;
+    Some(format!(
+        "{} of {} layers lose more on held-out rows than if they were rounded to nearest, {} the most: {:.2} % more \
+         (held_kept and held_rtn in {QUANT_LOG})",
+        behind.len(),
+        rows.len(),
+        worst.module,
+        100.0 * more(worst)
+    ))
+}
+
 /// The content of `quant_log.csv`.
 pub fn csv(rows: &[ModuleRow]) -> String {
     let mut text = format!("{}\n", ModuleRow::CSV_HEADER);
@@ -104,7 +121,7 @@ pub struct RunReport {
     pub modules: Vec<ModuleRow>,
     pub tokens: usize,
     pub seconds: f64,
-    /// Seconds by step: "forward", "hessian", "quantize", "read", "write".
+    /// Of this sitting, by step: "forward", "hessian", "quantize", "read", "write" and the like.
     pub seconds_by_step: std::collections::BTreeMap<&'static str, f64>,
     /// Bytes of all tensors in the output.
     pub output_bytes: u64,
@@ -127,6 +144,33 @@ impl RunReport {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn row(module: &str, rtn: f64, kept: f64) -> ModuleRow {
+        let held = HeldRow { alpha: 0.0, rtn, plain: kept, kept, choice: Choice::Swept };
+        ModuleRow {
+            layer: 0,
+            module: module.into(),
+            input: 1,
+            output: 1,
+            bits: 4,
+            group: 32,
+            tokens: 1,
+            routed: None,
+            damp: None,
+            rtn_loss: None,
+            gptq_loss: None,
+            held: Some(held),
+            scaling: None,
+            seconds: 0.0,
+        }
+    }
+
+    #[test]
+    fn a_layer_behind_rounding_is_told() {
+        assert_eq!(behind_rounding(&[row("a", 2.0, 2.0), row("b", 2.0, 1.0)]), None);
+        let told = behind_rounding(&[row("a", 2.0, 2.02), row("b", 2.0, 2.2), row("c", 2.0, 1.0)]).unwrap();
+        assert!(told.starts_with("2 of 3 layers") && told.contains("b the most: 10.00 %"), "{told}");
+    }
 
     #[test]
     fn logged_figures_come_back_from_json_as_they_were() {

@@ -9,7 +9,7 @@ use web_time::Instant;
 use super::events::{Event, Observer};
 use super::journal::{Inputs, JOURNAL, Journal};
 use super::plan::{Plan, outside_blocks};
-use super::report::{RunReport, csv};
+use super::report::{RunReport, behind_rounding, csv};
 use super::scaling::Scaled;
 use super::stream::{Batches, Flows};
 use super::unfinished::Unfinished;
@@ -66,11 +66,16 @@ pub async fn run(
     if let Some(journal) = &journal {
         journal.check(&inputs)?;
     }
+    let mut clock = Clock::default();
+    let measuring = plan.measuring_seconds.filter(|_| journal.is_none());
+    if let Some(seconds) = measuring {
+        clock.seconds.insert("measuring", seconds);
+    }
     let journal = journal.unwrap_or(Journal {
         inputs,
         blocks_done: 0,
         sums: Vec::new(),
-        seconds: 0.0,
+        seconds: measuring.unwrap_or_default(),
         act_ordered: Vec::new(),
         modules: Vec::new(),
         warnings: plan.warnings.clone(),
@@ -97,7 +102,7 @@ pub async fn run(
         batches,
         rope,
         journal,
-        clock: Clock::default(),
+        clock,
         done: 0.0,
         observer,
         scaled: Rc::new(Scaled::nothing(stored)),
@@ -224,6 +229,9 @@ impl Run<'_> {
     }
 
     async fn finish(&mut self, writer: Writer) -> Result<RunReport> {
+        if let Some(behind) = behind_rounding(&self.journal.modules) {
+            self.warn(behind);
+        }
         let quant = self.plan.quant_config(Some(&self.journal.act_ordered))?;
         let checkpoint = &self.stored.checkpoint;
         let source = checkpoint.source();

@@ -8,12 +8,13 @@ use std::rc::Rc;
 use web_time::Instant;
 
 use super::inputs::{Beside, StageInputs};
-use super::plan::{Assigned, measuring_flops};
+use super::plan::{Assigned, ROUNDING_FLOPS, measuring_flops};
 use super::run::Run;
 use super::stream::{Batch, Flows};
 use crate::error::Result;
 use crate::gptq::awq::{STEPS, Scale, factors, losses};
 use crate::gptq::held::Goal;
+use crate::gptq::losses::{HeldLosses, Losses};
 use crate::gptq::order::Order;
 use crate::gptq::rows::quantize_rows;
 use crate::gptq::scheme::{Alpha, Scheme};
@@ -163,7 +164,7 @@ impl Candidate {
     fn flops(&self, spec: &LinearSpec) -> f64 {
         let (n, m) = (spec.in_features as f64, spec.out_features as f64);
         let judged = if self.assigned.scheme.sweeps() { 6.0 } else { 0.0 };
-        m * n * n * (f64::from(STEPS) + judged)
+        m * n * (f64::from(STEPS) * (n + ROUNDING_FLOPS / 2.0) + n * judged)
     }
 
     /// The inputs' magnitudes, one for all that a row makes.
@@ -365,8 +366,8 @@ impl Run<'_> {
         Ok((best > 0).then(|| (alphas[best], scales[best].factors.clone())))
     }
 
-    /// Whether the layers come out better with their inputs divided. Rounding has been searched for; a sweep of both is
-    /// judged by rows that were held out.
+    /// Whether the layers come out better with their inputs divided, and none worse than rounded as it is. Rounding
+    /// has been searched for; sweeps are judged by rows that were held out.
     async fn serves(
         &mut self,
         place: &str,
@@ -374,41 +375,48 @@ impl Run<'_> {
         inputs: Calibration,
         scale: &Scale,
     ) -> Result<bool> {
-        if !candidate.assigned.scheme.sweeps() || inputs.held.is_none() {
+        if !candidate.assigned.scheme.sweeps() {
             return Ok(true);
+        }
+        if inputs.held.is_none() {
+            return Ok(false);
         }
         let scheme = plainly(candidate);
         let divided = scale.divided(&inputs)?;
         let (n, scale_type) = (scale.factors.len(), candidate.assigned.scale_type());
-        let mut lost = [0.0, 0.0];
-        for (inputs, (lost, times)) in
-            [inputs, divided].into_iter().zip(lost.iter_mut().zip([None, Some(scale)]))
-        {
-            let prepared = prepare(&scheme, scale_type, self.device, n, Some(inputs), place).await?;
-            *lost = self.held_loss(candidate, &prepared, times).await?;
-        }
-        Ok(lost[1] < lost[0])
+        let prepared = prepare(&scheme, scale_type, self.device, n, Some(inputs), place).await?;
+        let natural = self.held_losses(candidate, &prepared, None).await?;
+        let prepared = prepare(&scheme, scale_type, self.device, n, Some(divided), place).await?;
+        let scaled = self.held_losses(candidate, &prepared, Some(scale)).await?;
+        let sum = |losses: &[HeldLosses]| losses.iter().map(|loss| loss.kept).sum::<f64>();
+        let rounded = natural.iter().zip(&scaled).all(|(natural, scaled)| scaled.kept <= natural.rtn);
+        Ok(rounded && sum(&scaled) < sum(&natural))
     }
 
-    /// What the layers of a candidate lose on rows held out.
-    async fn held_loss(
+    /// What each layer of a candidate loses on rows held out.
+    async fn held_losses(
         &mut self,
         candidate: &Candidate,
         prepared: &Prepared,
         times: Option<&Scale>,
-    ) -> Result<f64> {
-        let mut sum = 0.0;
+    ) -> Result<Vec<HeldLosses>> {
+        let mut losses = Vec::with_capacity(candidate.readers.len());
         for spec in &candidate.readers {
+            let mut sum = Losses::default();
             for rows in self.pieces(spec) {
                 let mut weight = copy(&self.weight_rows(self.stored, spec, rows.clone()).await?)?;
                 if let Some(scale) = times {
                     scale.times(&mut weight)?;
                 }
-                let loss = quantize_rows(prepared, &weight, rows).await?.loss;
-                sum += loss.and_then(|loss| loss.held).map_or(f64::INFINITY, |held| held.kept);
+                if let Some(loss) = quantize_rows(prepared, &weight, rows).await?.loss {
+                    sum.add(loss);
+                }
             }
+            // No damping helped where there is none.
+            let none = HeldLosses { kept: f64::INFINITY, ..HeldLosses::default() };
+            losses.push(sum.held.unwrap_or(none));
         }
-        Ok(sum)
+        Ok(losses)
     }
 }
 

@@ -10,6 +10,8 @@
 
 use std::rc::Rc;
 
+use web_time::Instant;
+
 use super::allocation::{Allocation, Unit, kind};
 use super::events::{Event, Observer};
 use super::plan::{Assigned, Plan, PlanOptions, make_plan};
@@ -24,10 +26,10 @@ use crate::gptq::stage::{Calibration, Prepared, prepare};
 use crate::kernels::columns::copy;
 use crate::kernels::norm::{add_squared_differences, add_squares};
 use crate::kernels::symmetric::SymmetricPanels;
-use crate::model::arch::{Stage, head_stage, stages};
+use crate::model::arch::{EXPERT_STAGES, Stage, head_stage, stages};
 use crate::model::{
-    Block, Embedding, Flow, Linear, LinearSpec, RopeTables, Stored, final_norm, linear_elem, linear_rows,
-    load_f32,
+    Block, Embedding, Flow, Linear, LinearSpec, ModelConfig, RopeTables, Stored, final_norm, linear_elem,
+    linear_rows, load_f32,
 };
 use crate::tensor::{Elem, Tensor};
 use crate::text::Segments;
@@ -62,11 +64,14 @@ pub async fn settle(
     device: &Device,
     observer: &mut dyn Observer,
 ) -> Result<Plan> {
+    let begun = Instant::now();
     let allocation = allocate(stored, plan, segments, device, observer).await?;
+    let seconds = begun.elapsed().as_secs_f64();
     if let Some(mixed) = &mut options.output.mixed {
         mixed.allocation = Some(allocation);
     }
     let mut settled = make_plan(stored, options, device)?;
+    settled.measuring_seconds = Some(seconds);
     let known = settled.warnings.clone();
     settled.warnings.extend(plan.warnings.iter().filter(|warning| !known.contains(warning)).cloned());
     Ok(settled)
@@ -97,6 +102,46 @@ pub async fn allocate(
 
 fn measured(unit: &Unit) -> impl Iterator<Item = u32> {
     unit.widths.iter().copied().filter(|width| MEASURED.contains(width))
+}
+
+/// Operations of measuring `units`, about: the sample once through the model, a Hessian for each stage, and for each
+/// width a factor and a sweep of each layer and the judges' way through what is left of the block.
+pub fn flops(config: &ModelConfig, units: &[Unit], stages: &[(usize, Stage)], options: &PlanOptions) -> f64 {
+    let inputs = |stage: &Stage| stage.linears.first().map_or(0, |spec| spec.in_features);
+    let widest = stages.iter().map(|(_, stage)| inputs(stage)).max().unwrap_or(0);
+    let limit =
+        |wanted: usize, least: usize| wanted.max(options.longest).min(options.tokens.max(1)).max(least);
+    let judges = limit(JUDGES, 1).min((options.tokens / 4).max(options.longest)) as f64;
+    let summed = limit(SUMMED.max(SUMMED_PER_INPUT * widest), 1) as f64;
+    // Of experts, a token passes a few.
+    let seen = |stage: &Stage| match &config.experts {
+        Some(experts) if EXPERT_STAGES.contains(&stage.name) => {
+            experts.per_token as f64 / experts.count as f64
+        }
+        _ => 1.0,
+    };
+    let weights = |stage: &Stage| {
+        let of = |spec: &LinearSpec| (spec.in_features * spec.out_features) as f64;
+        seen(stage) * stage.linears.iter().map(of).sum::<f64>()
+    };
+    let mut sum = 0.0;
+    for unit in units {
+        let own = || stages.iter().filter(|(block, _)| *block == unit.block).map(|(_, stage)| stage);
+        let of_unit = |stage: &&Stage| {
+            kind(stage.name) == unit.kind
+                && stage.linears.iter().any(|spec| unit.modules.contains(&spec.module))
+        };
+        let behind: f64 = own().skip_while(|stage| !of_unit(stage)).map(weights).sum();
+        let mut each = 2.0 * judges * behind;
+        for stage in own().filter(of_unit) {
+            let n = inputs(stage) as f64;
+            sum += seen(stage) * summed * n * n + 2.0 * (judges + summed) * weights(stage);
+            let layers = stage.linears.iter().filter(|spec| unit.modules.contains(&spec.module));
+            each += layers.map(|spec| n * n * (2.0 * spec.out_features as f64 + n)).sum::<f64>();
+        }
+        sum += measured(unit).count() as f64 * each;
+    }
+    sum
 }
 
 /// Tokens that the measuring holds in memory at most, of sequences of `longest` at most.

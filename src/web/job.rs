@@ -9,7 +9,7 @@ use super::protocol::{Event, Settings};
 use super::session::{Prepared, Session, segment_options};
 use super::shelf::{self, Note};
 use super::watcher::Watcher;
-use crate::checkpoint::{CONFIG, Format};
+use crate::checkpoint::{CONFIG, Format, VERIFY};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::pipeline::journal::{JOURNAL, Journal};
@@ -257,6 +257,8 @@ fn with_what_is_kept(error: Error, blocks: usize) -> Error {
         blocks => format!("{blocks} blocks are finished and kept; resume to go on after them"),
     };
     match error {
+        // Finished, but changed since.
+        Error::Io { action: VERIFY, .. } => error,
         Error::Io { action, path, reason } => Error::Io { action, path, reason: format!("{reason}; {kept}") },
         Error::Device { step, problem, advice } => {
             Error::Device { step, problem, advice: format!("{advice}. {kept}") }
