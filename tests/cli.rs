@@ -362,22 +362,61 @@ fn last_words_are_scored_beside_perplexity() {
 
 #[test]
 fn methods_are_measured_over_seeds() {
-    let common = ["--samples", "6", "--seq-len", "64", "--windows", "3", "--seeds", "2", "--device", "cpu"];
-    let grid =
-        ["--bits", "3", "--group-size", "32,64", "--methods", "rtn,default+alpha=auto+refit", "--json"];
-    let rows = json(halftone(["bench", "quality"].iter().chain(&common).chain(&grid)));
+    let common = ["--samples", "6", "--seq-len", "64", "--windows", "3", "--device", "cpu"];
+    let bench = |more: &[&str]| halftone(["bench", "quality"].iter().chain(&common).chain(more));
+    let methods = "rtn,default+alpha=auto+refit";
+    let grid = ["--bits", "3", "--group-size", "-1,64", "--methods", methods, "--seeds", "2", "--json"];
+    let rows = json(bench(&grid));
     let rows = rows.as_array().unwrap();
-    let cells: Vec<_> = rows.iter().map(|row| (row["group"].as_f64(), row["method"].as_str())).collect();
+    let cells: Vec<_> = rows.iter().map(|row| (row["group_size"].as_i64(), row["method"].as_str())).collect();
     let best = Some("default+alpha=auto+refit");
-    let groups = [Some(32.0), Some(64.0)];
+    let groups = [Some(-1), Some(64)];
     assert_eq!(cells, groups.map(|group| [(group, Some("rtn")), (group, best)]).concat());
     for pair in rows.chunks(2) {
         let of = |row: usize, what: &str| pair[row][what].as_f64().unwrap();
-        assert_eq!((of(0, "seeds"), of(0, "±"), of(1, "seeds")), (1.0, 0.0, 2.0));
-        assert!(of(1, "±") > 0.0 && of(1, "16-bit") < of(1, "perplexity"));
-        assert!(of(1, "KL") < of(0, "KL") && of(1, "perplexity") < of(0, "perplexity"));
+        assert_eq!((of(0, "seeds"), of(1, "seeds")), (1.0, 2.0));
+        assert!(pair[0]["perplexity_spread"].is_null() && pair[0]["kl_spread"].is_null());
+        assert!(of(1, "perplexity_spread") > 0.0 && of(1, "perplexity_16bit") < of(1, "perplexity"));
+        assert!(of(1, "kl") < of(0, "kl") && of(1, "perplexity") < of(0, "perplexity"));
     }
-    fails(halftone(["bench", "quality", "--bits", "5"]), 2, &["--bits 5"]);
+    let mixed = ["--bits", "4,3.5", "--group-size", "auto", "--methods", "fast", "--seeds", "1"];
+    let table = succeeds(bench(&mixed));
+    let lines: Vec<Vec<&str>> = table.lines().map(|line| line.split_whitespace().collect()).collect();
+    assert!(lines[1][..5] == ["demo", "4", "auto", "fast", "1"] && lines[2][1] == "3.5", "{table}");
+    assert_eq!((lines[1][7], lines[1][9]), ("-", "-"), "{table}");
+    // All is looked at before any work.
+    for (wrong, words) in [
+        (&["--bits", "5"][..], ["--bits 5", ""]),
+        (&["--bits", "4", "3"], ["3 is taken for a model directory", "--bits 4,3"]),
+        (&["--methods", "fast", "default"], ["default is taken for a model", "commas"]),
+        (&["--group-size", "64,48"], ["--group-size 48 does not divide", ""]),
+        (&["--bits", "3.5", "--methods", "rtn"], ["--bits 3.5", "--preset rtn"]),
+    ] {
+        fails(bench(wrong), 2, &words);
+    }
+    let output = halftone(["bench", "quality", "--windows", "0"]);
+    assert!(output.status.code() == Some(2) && stderr(&output).contains("--windows <N>"), "{output:?}");
+}
+
+/// The same rows whatever the seed, and a model that turns out wrong behind one that is not.
+#[test]
+fn rows_of_ids_are_one_sample_and_models_are_opened_first() {
+    let place = Place::new("llama");
+    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/web/demo/model");
+    std::fs::create_dir(place.path("broken")).unwrap();
+    std::fs::copy(place.path("model/config.json"), place.path("broken/config.json")).unwrap();
+    let ids: Vec<String> = (0..5).map(|row| format!("{{\"input_ids\": {:?}}}", [row + 5; 64])).collect();
+    std::fs::write(place.path("ids.jsonl"), ids.join("\n")).unwrap();
+    let bench = |models: &[&str]| {
+        let more = ["--bits", "4", "--group-size", "64", "--methods", "fast", "--windows", "2", "--json"];
+        let mut command = program();
+        command.current_dir(place.directory.path()).args(["bench", "quality"]).args(models).args(more);
+        command.args(["--samples", "5", "--calibration", "ids.jsonl", "--device", "cpu"]).output().unwrap()
+    };
+    let rows = json(bench(&[demo]));
+    assert!(rows[0]["seeds"] == 1 && rows[0]["kl_spread"].is_null(), "{rows}");
+    let output = bench(&[demo, "broken"]);
+    assert!(!output.status.success() && !stderr(&output).contains("seed 0"), "{}", stderr(&output));
 }
 
 #[test]

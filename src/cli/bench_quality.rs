@@ -9,17 +9,20 @@ use std::str::FromStr;
 use std::sync::atomic::Ordering;
 
 use indicatif::ProgressBar;
+use serde::Serialize;
 
 use super::options::{DeviceArgs, parse_alpha};
 use super::progress::stop_flag;
-use super::trial::trial;
-use super::{bench, open};
+use super::trial::Trial;
+use super::{open, table};
 use crate::demo;
+use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::eval::compare;
 use crate::gptq::scheme::{Preset, Scaling, Scheme};
 use crate::model::{ModelConfig, Stored};
-use crate::text::{ModelText, SegmentOptions, calibration_segments, evaluation_segments};
+use crate::pipeline::{Bits, Groups, Mixed, Output};
+use crate::text::{ModelText, SegmentOptions, Segments, TextFile, calibration_segments, evaluation_segments};
 
 #[derive(clap::Args)]
 pub struct Args {
@@ -31,34 +34,49 @@ pub struct Args {
     /// Text to judge by [default: the demo model's]
     #[arg(long, value_name = "FILE")]
     text: Option<PathBuf>,
-    /// Bits per weight
-    #[arg(long, value_delimiter = ',', default_values_t = [4, 3, 2])]
-    bits: Vec<u32>,
-    /// Input columns that share a scale; -1 for one group per row
-    #[arg(long, value_delimiter = ',', allow_negative_numbers = true, default_values_t = [32, 64, 128])]
-    group_size: Vec<i64>,
-    /// A preset, and what is changed of it: fast+alpha=0.5+refit
-    #[arg(long, value_delimiter = ',', value_name = "METHOD", default_values = [
-        "rtn", "reference", "fast", "fast+refit", "fast+alpha=auto", "default",
-    ])]
+    /// Bits per weight, divided by commas; 3.5 is an average
+    #[arg(long, value_delimiter = ',', value_name = "N,…", default_value = "4,3,2", value_parser = parse_bits,
+        allow_hyphen_values = true)]
+    bits: Vec<Bits>,
+    /// Input columns that share a scale, divided by commas; -1 for one group per row, auto for each layer's own
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "N,…",
+        default_value = "32,64,128",
+        allow_hyphen_values = true
+    )]
+    group_size: Vec<Groups>,
+    /// Presets, divided by commas, and what is changed of them: fast+alpha=0.5+refit
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "METHOD,…",
+        default_value = "rtn,reference,fast,fast+refit,fast+alpha=auto,default"
+    )]
     methods: Vec<Method>,
     /// How many calibration samples are drawn anew
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     seeds: u64,
     /// Calibration samples
-    #[arg(long, default_value_t = 128, value_name = "N")]
-    samples: usize,
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    samples: u32,
     /// Tokens in a sample and in a window of the text
-    #[arg(long, default_value_t = 256, value_name = "N")]
-    seq_len: usize,
+    #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
+    seq_len: u32,
     /// Windows of the text that are judged [default: all]
-    #[arg(long, value_name = "N")]
-    windows: Option<usize>,
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    windows: Option<u32>,
     #[command(flatten)]
     device: DeviceArgs,
     /// Print one JSON array
     #[arg(long)]
     json: bool,
+}
+
+fn parse_bits(text: &str) -> Result<Bits, String> {
+    let number = text.parse().map_err(|_| format!("{text} is no number"))?;
+    Bits::new(number).map_err(|error| error.to_string())
 }
 
 /// A method by its name.
@@ -98,7 +116,7 @@ impl FromStr for Method {
                 }
                 _ => {
                     return Err(format!(
-                        "{part} is none of refit, mse, asym, desc_act, static_groups, alpha=…, damp=…, scaling=awq|none"
+                        "“{part}” is none of refit, mse, asym, desc_act, static_groups, alpha=…, damp=…, scaling=awq|none"
                     ));
                 }
             }
@@ -108,6 +126,22 @@ impl FromStr for Method {
     }
 }
 
+/// One way for a model to be quantized.
+struct Cell {
+    bits: Bits,
+    group_size: Groups,
+    method: String,
+    trial: Trial,
+}
+
+/// A model with its texts.
+struct Subject {
+    name: String,
+    stored: Stored,
+    text: ModelText,
+    evaluation: Segments,
+}
+
 /// What one seed gave.
 struct Outcome {
     perplexity: f64,
@@ -115,45 +149,121 @@ struct Outcome {
     seconds: f64,
 }
 
+/// What a cell gave over its seeds.
+#[derive(Serialize)]
+struct Row {
+    model: String,
+    bits: Bits,
+    group_size: Groups,
+    method: String,
+    /// Those that drew other samples.
+    seeds: usize,
+    perplexity_16bit: f64,
+    perplexity: f64,
+    /// Sample standard deviations; `None` of one seed.
+    perplexity_spread: Option<f64>,
+    kl: f64,
+    kl_spread: Option<f64>,
+    seconds: f64,
+}
+
 pub async fn run(args: Args) -> Result<()> {
-    let models = match args.models.is_empty() {
-        true => vec![("demo".to_owned(), Stored::open(Rc::new(demo::source())).await?)],
-        false => {
-            let mut models = vec![];
-            for path in &args.models {
-                models.push((path.display().to_string(), open::model(path).await?));
-            }
-            models
-        }
-    };
+    let cells = cells(&args)?;
     let calibration = match args.calibration.is_empty() {
         true => vec![demo::calibration()],
         false => open::texts(&args.calibration)?,
     };
+    let device = open::device(&args.device).await?;
+    let subjects = subjects(&args).await?;
+    for subject in &subjects {
+        let segments = calibration_segments(&subject.text, &calibration, &args.samples_of(0))?;
+        for cell in &cells {
+            cell.trial.check(&subject.stored, &segments, &device)?;
+        }
+    }
+    // A grid that ends early has been worth what is known of it.
+    let mut rows = vec![];
+    let outcome = grid(&args, (&subjects, &cells), &calibration, &device, &mut rows).await;
+    if args.json {
+        let text = serde_json::to_string_pretty(&rows).map_err(|error| Error::Internal(error.to_string()))?;
+        say!("{text}");
+    } else if !rows.is_empty() {
+        let header = [
+            "model",
+            "bits",
+            "group",
+            "method",
+            "seeds",
+            "16-bit",
+            "perplexity",
+            "±",
+            "KL",
+            "± KL",
+            "seconds",
+        ];
+        table::print(&header, &rows.iter().map(Row::cells).collect::<Vec<_>>());
+    }
+    outcome
+}
+
+/// The models, opened with their texts before any work.
+async fn subjects(args: &Args) -> Result<Vec<Subject>> {
     let judged = match &args.text {
         Some(path) => open::texts(std::slice::from_ref(path))?.remove(0),
         None => demo::evaluation(),
     };
-    let schemes = schemes(&args)?;
-    let device = open::device(&args.device).await?;
-    let stop = stop_flag();
-    let seeds = |scheme: &Scheme| if scheme.needs_inputs() { args.seeds } else { 1 };
-    let cells: u64 = schemes.iter().map(|(_, scheme)| seeds(scheme)).sum();
-    let bar = ProgressBar::new(cells * models.len() as u64);
-    let mut rows = vec![];
-    for (name, stored) in &models {
+    let mut models = vec![];
+    if args.models.is_empty() {
+        models.push(("demo".to_owned(), Stored::open(Rc::new(demo::source())).await?));
+    }
+    for path in &args.models {
+        let name = path.display().to_string();
+        if !path.exists() && (name.parse::<Method>().is_ok() || name.parse::<Groups>().is_ok()) {
+            return Err(Error::options(
+                format!("{name} is taken for a model directory, and there is none of that name"),
+                "Divide lists by commas: --bits 4,3 --methods fast,default",
+            ));
+        }
+        models.push((name, open::model(path).await?));
+    }
+    let mut subjects = vec![];
+    for (name, stored) in models {
         let config = ModelConfig::of(&stored.checkpoint)?;
         let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
-        let evaluation = evaluation_segments(&text, &judged, args.seq_len, args.windows)?;
-        for (method, scheme) in &schemes {
+        let windows = args.windows.map(|windows| windows as usize);
+        let evaluation = evaluation_segments(&text, &judged, args.seq_len as usize, windows)?;
+        subjects.push(Subject { name, stored, text, evaluation });
+    }
+    Ok(subjects)
+}
+
+/// Fills `rows`, as far as it comes.
+async fn grid(
+    args: &Args,
+    (subjects, cells): (&[Subject], &[Cell]),
+    calibration: &[TextFile],
+    device: &Device,
+    rows: &mut Vec<Row>,
+) -> Result<()> {
+    let stop = stop_flag();
+    let seeds = |cell: &Cell| if cell.trial.scheme.needs_inputs() { args.seeds } else { 1 };
+    let bar = ProgressBar::new(cells.iter().map(seeds).sum::<u64>() * subjects.len() as u64);
+    for Subject { name, stored, text, evaluation } in subjects {
+        for cell in cells {
             let mut outcomes = vec![];
             let mut dense = 0.0;
-            for seed in 0..seeds(scheme) {
-                let options = SegmentOptions { samples: Some(args.samples), seq_len: args.seq_len, seed };
-                let calibration = calibration_segments(&text, &calibration, &options)?;
-                let (quantized, report) = trial(stored, scheme, &calibration, &device, &stop).await?;
+            let mut seen = vec![];
+            for seed in 0..seeds(cell) {
+                let calibration = calibration_segments(text, calibration, &args.samples_of(seed))?;
+                bar.inc(1);
+                // Rows of ids that are all taken are the same for every seed.
+                if seen.contains(&calibration.fingerprint()) {
+                    continue;
+                }
+                seen.push(calibration.fingerprint());
+                let (quantized, report) = cell.trial.run(stored, &calibration, device, &stop).await?;
                 let going_on = async |_: usize, _: usize| !stop.load(Ordering::SeqCst);
-                let result = compare(stored, &quantized, &evaluation, &device, going_on).await?;
+                let result = compare(stored, &quantized, evaluation, device, going_on).await?;
                 dense = result.perplexity[0].value;
                 let outcome = Outcome {
                     perplexity: result.perplexity[1].value,
@@ -163,78 +273,98 @@ pub async fn run(args: Args) -> Result<()> {
                 // A grid takes hours; what is known is told at once.
                 bar.suspend(|| {
                     eprintln!(
-                        "{name} {} bits, group {}, {method}, seed {seed}: perplexity {:.4}, KL {:.5}, {:.1} s",
-                        scheme.bits,
-                        group(scheme),
+                        "{name} {} bits, group {}, {}, seed {seed}: perplexity {:.4}, KL {:.5}, {:.1} s",
+                        cell.bits,
+                        cell.group_size,
+                        cell.method,
                         outcome.perplexity,
                         outcome.divergence,
                         outcome.seconds
                     );
                 });
                 outcomes.push(outcome);
-                bar.inc(1);
             }
-            rows.push(row(name, method, scheme, dense, &outcomes));
+            rows.push(cell.row(name, dense, &outcomes));
         }
     }
     bar.finish_and_clear();
-    let header =
-        ["model", "bits", "group", "method", "seeds", "16-bit", "perplexity", "±", "KL", "± KL", "seconds"];
-    bench::show(args.json, &header, rows);
     Ok(())
 }
 
-/// All combinations, checked before any work.
-fn schemes(args: &Args) -> Result<Vec<(String, Scheme)>> {
-    let mut schemes = vec![];
+/// All combinations.
+fn cells(args: &Args) -> Result<Vec<Cell>> {
+    let mut cells = vec![];
     for &bits in &args.bits {
-        for &size in &args.group_size {
+        for &group_size in &args.group_size {
             for method in &args.methods {
-                let group_size = Scheme::group_size_of(size)?;
-                let scheme = Scheme { bits, group_size, ..method.scheme.clone() };
+                let size = Scheme::group_size_of(group_size.size())?;
+                let scheme = Scheme { bits: bits.width(), group_size: size, ..method.scheme.clone() };
                 scheme.check()?;
-                schemes.push((method.name.clone(), scheme));
+                let output = Output {
+                    auto_groups: group_size == Groups::Auto,
+                    mixed: bits.average().map(Mixed::from),
+                    ..Output::default()
+                };
+                let trial = Trial { scheme, output };
+                cells.push(Cell { bits, group_size, method: method.name.clone(), trial });
             }
         }
     }
-    if schemes.is_empty() {
-        return Err(Error::options(
-            "there is nothing to measure",
-            "Give at least one width, group and method",
-        ));
+    Ok(cells)
+}
+
+impl Args {
+    fn samples_of(&self, seed: u64) -> SegmentOptions {
+        SegmentOptions { samples: Some(self.samples as usize), seq_len: self.seq_len as usize, seed }
     }
-    Ok(schemes)
 }
 
-fn group(scheme: &Scheme) -> i64 {
-    scheme.group_size.map_or(-1, |size| size as i64)
+impl Cell {
+    fn row(&self, model: &str, dense: f64, outcomes: &[Outcome]) -> Row {
+        let of = |value: fn(&Outcome) -> f64| mean_and_spread(outcomes.iter().map(value));
+        let (perplexity, perplexity_spread) = of(|outcome| outcome.perplexity);
+        let (kl, kl_spread) = of(|outcome| outcome.divergence);
+        Row {
+            model: model.to_owned(),
+            bits: self.bits,
+            group_size: self.group_size,
+            method: self.method.clone(),
+            seeds: outcomes.len(),
+            perplexity_16bit: dense,
+            perplexity,
+            perplexity_spread,
+            kl,
+            kl_spread,
+            seconds: of(|outcome| outcome.seconds).0,
+        }
+    }
 }
 
-fn row(model: &str, method: &str, scheme: &Scheme, dense: f64, outcomes: &[Outcome]) -> Vec<String> {
-    let of = |value: fn(&Outcome) -> f64| mean_and_spread(outcomes.iter().map(value));
-    let (perplexity, spread) = of(|outcome| outcome.perplexity);
-    let (divergence, spread_kl) = of(|outcome| outcome.divergence);
-    vec![
-        model.to_owned(),
-        scheme.bits.to_string(),
-        group(scheme).to_string(),
-        method.to_owned(),
-        outcomes.len().to_string(),
-        format!("{dense:.4}"),
-        format!("{perplexity:.4}"),
-        format!("{spread:.4}"),
-        format!("{divergence:.5}"),
-        format!("{spread_kl:.5}"),
-        format!("{:.1}", of(|outcome| outcome.seconds).0),
-    ]
+impl Row {
+    fn cells(&self) -> Vec<String> {
+        let spread = |spread: Option<f64>, digits| spread.map_or("-".to_owned(), |x| format!("{x:.digits$}"));
+        vec![
+            self.model.clone(),
+            self.bits.to_string(),
+            self.group_size.to_string(),
+            self.method.clone(),
+            self.seeds.to_string(),
+            format!("{:.4}", self.perplexity_16bit),
+            format!("{:.4}", self.perplexity),
+            spread(self.perplexity_spread, 4),
+            format!("{:.5}", self.kl),
+            spread(self.kl_spread, 5),
+            format!("{:.1}", self.seconds),
+        ]
+    }
 }
 
-/// Mean and sample standard deviation, 0 for a single value.
-fn mean_and_spread(values: impl Iterator<Item = f64> + Clone) -> (f64, f64) {
+/// Mean and sample standard deviation, which a single value has not.
+fn mean_and_spread(values: impl Iterator<Item = f64> + Clone) -> (f64, Option<f64>) {
     let count = values.clone().count() as f64;
     let mean = values.clone().sum::<f64>() / count;
     let squares: f64 = values.map(|value| (value - mean).powi(2)).sum();
-    (mean, if count > 1.0 { (squares / (count - 1.0)).sqrt() } else { 0.0 })
+    (mean, (count > 1.0).then(|| (squares / (count - 1.0)).sqrt()))
 }
 
 #[cfg(test)]
@@ -256,6 +386,7 @@ mod tests {
             ("best", "begins with"),
             ("fast+refits", "none of refit"),
             ("default+alpha=2", "out of range"),
+            ("fast+", "“” is none of"),
             ("rtn+refit", "rtn rounds each weight for itself"),
         ] {
             let error = method(wrong).err().unwrap();
@@ -265,7 +396,7 @@ mod tests {
 
     #[test]
     fn the_spread_is_that_of_a_sample() {
-        assert_eq!(mean_and_spread([1.0, 2.0, 6.0].into_iter()), (3.0, 7f64.sqrt()));
-        assert_eq!(mean_and_spread([5.0].into_iter()), (5.0, 0.0));
+        assert_eq!(mean_and_spread([1.0, 2.0, 6.0].into_iter()), (3.0, Some(7f64.sqrt())));
+        assert_eq!(mean_and_spread([5.0].into_iter()), (5.0, None));
     }
 }

@@ -6,7 +6,7 @@ use indicatif::ProgressBar;
 
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
-use super::trial::trial;
+use super::trial::Trial;
 use super::{open, table};
 use crate::demo;
 use crate::error::{Error, Result};
@@ -65,7 +65,8 @@ pub async fn run(args: Args) -> Result<()> {
     for bits in [4, 3, 2] {
         for preset in [Preset::Rtn, Preset::Reference, Preset::Fast, Preset::Default] {
             let scheme = Scheme::preset(preset, bits, Some(GROUP));
-            let (quantized, report) = trial(&stored, &scheme, &calibration, &device, &stop).await?;
+            let (quantized, report) =
+                Trial::from(scheme.clone()).run(&stored, &calibration, &device, &stop).await?;
             let result = perplexity(&quantized, &evaluation, &device, &going_on).await?;
             rows.push(Row {
                 bits,
