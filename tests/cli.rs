@@ -497,6 +497,10 @@ fn wrong_options_exit_with_2() {
     let mut same = same;
     fails(same.output().unwrap(), 2, &["the model's own directory"]);
     assert!(!place.path("out").exists(), "nothing is made for a refused run");
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/web/demo/model");
+    let args = ["quantize", model, "--out", "never", "--preset", "awq", "--damp-percent", "0.02"];
+    fails(halftone(args), 2, &["--preset awq", "--damp-percent"]);
+    fails(halftone(["quantize", model, "--out", "never", "--bits", "5"]), 2, &["--bits 5", "such as 3.5"]);
     // Clap's own refusals have the same code.
     for args in
         [&["quantize", "model"][..], &["quantise"], &["eval", "model", "--text", "a", "--seq-len", "x"]]
@@ -701,6 +705,8 @@ fn a_killed_or_interrupted_run_is_resumed_to_the_same_bytes() {
         child.wait().unwrap();
         assert!(!out.join("config.json").exists() && !out.join("model.safetensors").exists());
         assert!(blocks_done(&out) >= layer as u64 && blocks_done(&out) < 6);
+        let inspect = program().arg("inspect").arg(&out).output().unwrap();
+        fails(inspect, 3, &["the run that makes this directory is not finished", "--resume"]);
         fails(demo_run(&out, &[]).output().unwrap(), 2, &["holds a stopped run", "--resume", "--overwrite"]);
         let output = demo_run(&out, &["--resume", "--bits", "3"]).output().unwrap();
         assert_eq!(output.status.code(), Some(7));

@@ -199,7 +199,7 @@ fn what_is_told_is_not_counted() {
     job.output.overrides = vec![Override::parse("v_proj=bits:3").unwrap()];
     let message = settled(&job, &mut Silent).err().unwrap().to_string();
     assert!(
-        message.contains("k_proj (bits by the average) and") && message.contains("v_proj (3 bits"),
+        message.contains("k_proj (bits by the average, group 32, sym") && message.contains("v_proj (3 bits"),
         "{message}"
     );
     job.output.overrides = vec![Override::parse("proj=bits:3").unwrap()];

@@ -5,7 +5,7 @@ use std::sync::atomic::Ordering;
 
 use indicatif::ProgressBar;
 
-use super::eval::{passages_of, show_interval};
+use super::eval::{passages_of, show_interval, warn_of_length};
 use super::options::DeviceArgs;
 use super::progress::stop_flag;
 use super::{open, table};
@@ -59,6 +59,9 @@ pub async fn run(args: Args) -> Result<()> {
     let device = open::device(&args.device).await?;
     let text = model_text(&a).await?;
     let segments = same_segments(&text, &model_text(&b).await?, &args)?;
+    for model in [&a, &b] {
+        warn_of_length(&ModelConfig::of(&model.checkpoint)?, &segments);
+    }
     let passages = match &args.passages {
         Some(path) => Some(passages_of(&text, path, args.seq_len)?),
         None => None,

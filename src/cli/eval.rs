@@ -51,6 +51,7 @@ pub async fn run(args: Args) -> Result<()> {
     let text = ModelText::load(stored.checkpoint.source().as_ref(), config.vocab_size).await?;
     let file = open::texts(std::slice::from_ref(&args.text))?.remove(0);
     let segments = evaluation_segments(&text, &file, args.seq_len, args.samples)?;
+    warn_of_length(&config, &segments);
     let passages = match &args.passages {
         Some(path) => Some(passages_of(&text, path, args.seq_len)?),
         None => None,
@@ -134,6 +135,17 @@ async fn write_logits(
     logits(stored, segments, device, progress, &mut write).await?;
     file.flush().map_err(failed)?;
     std::fs::rename(&part, path).map_err(failed)
+}
+
+/// Positions that a model never saw say little of it.
+pub(super) fn warn_of_length(config: &ModelConfig, segments: &Segments) {
+    let longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);
+    if longest > config.max_position_embeddings {
+        eprintln!(
+            "warning: the longest sample has {longest} tokens; the model was made for {}",
+            config.max_position_embeddings
+        );
+    }
 }
 
 /// The passages of a file; how many rows are none goes to standard error.

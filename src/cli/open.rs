@@ -4,15 +4,24 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
 use super::options::{CalibrationArgs, DeviceArg, DeviceArgs, MemoryArgs};
+use crate::checkpoint::CONFIG;
 use crate::device::{AdapterChoice, Device, GpuOptions, list_adapters};
 use crate::error::{Error, Result};
 use crate::kernels::selftest::open_gpu;
 use crate::model::{ModelConfig, Stored};
+use crate::pipeline::journal::JOURNAL;
 use crate::storage::native::DirSource;
 use crate::text::{ModelText, Segments, TextFile, calibration_segments};
 
 /// A model directory's headers and configuration.
 pub async fn model(path: &Path) -> Result<Stored> {
+    if path.join(JOURNAL).exists() && !path.join(CONFIG).exists() {
+        return Err(Error::model(
+            path.display(),
+            "the run that makes this directory is not finished",
+            "Go on with it: repeat its command with --resume",
+        ));
+    }
     Stored::open(Rc::new(DirSource::open(path)?)).await
 }
 

@@ -17,8 +17,8 @@ pub struct SchemeArgs {
     /// nearest, no calibration; awq: inputs scaled by their size, then round to nearest
     #[arg(long, value_enum, default_value_t = PresetArg::Default)]
     preset: PresetArg,
-    /// Bits per weight: 2, 3, 4 or 8; or an average of these for the layers together, such as 3.5, each layer
-    /// getting as many as it was measured to need
+    /// Bits per weight: 2, 3, 4 or 8; or an average of these for the layers together, such as 3.5 (two decimals at
+    /// most), each layer getting as many as it was measured to need
     #[arg(long, default_value_t = 4.0, allow_negative_numbers = true)]
     bits: f64,
     /// Input columns that share a scale; -1 for one group per row; auto for the largest of 128, 64, 32 and 16 that

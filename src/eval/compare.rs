@@ -75,9 +75,11 @@ pub async fn compare(
     Ok(Comparison {
         perplexity: means.map(|mean| mean.map(f64::exp)),
         ratio: Estimate::of_rows(&difference).map(f64::exp),
-        kl: Estimate::of_rows(&sums(&|place| f64::from(place.kl))),
+        // What an interval says beyond what there can be is left out.
+        kl: Estimate::of_rows(&sums(&|place| f64::from(place.kl))).map(|kl| kl.max(0.0)),
         kl_99: kls.get((kls.len() * 99).div_ceil(100).saturating_sub(1)).copied().unwrap_or(0.0).into(),
-        agreement: Estimate::of_rows(&sums(&|place| f64::from(u8::from(place.top[0] == place.top[1])))),
+        agreement: Estimate::of_rows(&sums(&|place| f64::from(u8::from(place.top[0] == place.top[1]))))
+            .map(|share| share.clamp(0.0, 1.0)),
         blocks: found.blocks,
         rows: rows.len(),
         tokens: kls.len(),

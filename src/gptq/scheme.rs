@@ -160,6 +160,17 @@ impl Scheme {
         };
         scheme.refit = choice.refit.unwrap_or(scheme.refit && scheme.can_refit());
         scheme.check()?;
+        if choice.damp_percent.is_some() && !scheme.sweeps() {
+            return Err(Error::options(
+                format!(
+                    "{} {} spreads no errors, for which {} is",
+                    face::PRESET,
+                    scheme.preset.name(),
+                    face::DAMP_PERCENT
+                ),
+                format!("Leave out {}", face::DAMP_PERCENT),
+            ));
+        }
         Ok(scheme)
     }
 
@@ -187,7 +198,7 @@ impl Scheme {
         if !BITS.contains(&self.bits) {
             return Err(Error::options(
                 format!("{} {} is not supported", face::BITS, self.bits),
-                "Use 2, 3, 4 or 8",
+                "Use 2, 3, 4 or 8, or for all layers together an average between 2 and 8 such as 3.5",
             ));
         }
         if self.group_size == Some(0) {
@@ -207,7 +218,7 @@ impl Scheme {
         {
             return Err(Error::options(
                 format!("{} {alpha} is out of range", face::ALPHA),
-                "Use a number from 0 (off) to 1",
+                "Use a number from 0 (off) to 1, or auto",
             ));
         }
         if !self.needs_inputs() && self.scaling != Scaling::None {

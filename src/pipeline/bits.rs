@@ -44,7 +44,8 @@ impl Bits {
     pub fn new(number: f64) -> Result<Self> {
         let hundredths = (100.0 * number).round();
         let wrong = |problem: &str| {
-            let problem = format!("{} {number} {problem}", face::BITS);
+            let written = if number.abs() < 1e9 { number.to_string() } else { format!("{number:e}") };
+            let problem = format!("{} {written} {problem}", face::BITS);
             Err(Error::options(problem, "Use 2, 3, 4 or 8, or an average between 2 and 8 such as 3.5"))
         };
         if !(0.0..1e6).contains(&number) {
@@ -156,6 +157,7 @@ mod tests {
             (1.9, "--bits 1.9 is not supported"),
             (8.01, "8.01"),
             (-3.5, "-3.5"),
+            (1e300, "--bits 1e300 is"),
             (f64::NAN, "NaN"),
             (f64::INFINITY, "inf"),
             (3.333, "more than two decimals"),

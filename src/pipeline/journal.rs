@@ -106,7 +106,7 @@ impl Journal {
             (&"the model", was.source.clone(), now.source.clone()),
             (&"the choice of calibration text", was.calibration.clone(), now.calibration.clone()),
             (&"the calibration text", was.text.clone(), now.text.clone()),
-            (&face::PRESET, format!("{:?}", a.preset), format!("{:?}", b.preset)),
+            (&face::PRESET, a.preset.name().to_owned(), b.preset.name().to_owned()),
             (&face::BITS, bits(a, x), bits(b, y)),
             (&face::GROUP_SIZE, group(a, x), group(b, y)),
             (&face::SYM, a.sym.to_string(), b.sym.to_string()),
@@ -189,6 +189,10 @@ mod tests {
         now.output.overrides.push(Override::parse("down=bits:8").unwrap());
         let message = was.check(&now).unwrap_err().to_string();
         assert!(message.contains("--override changed (was none, is down=bits:8)"), "{message}");
+        let mut now = was.inputs.clone();
+        now.scheme.preset = Preset::Awq;
+        let message = was.check(&now).unwrap_err().to_string();
+        assert!(message.contains("--preset changed (was default, is awq)"), "{message}");
         let now = Inputs { text: "u".into(), ..was.inputs.clone() };
         assert!(was.check(&now).unwrap_err().to_string().contains("the calibration text changed"));
     }

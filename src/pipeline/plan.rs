@@ -317,6 +317,9 @@ pub fn make_plan(stored: &Stored, options: &PlanOptions, device: &Device) -> Res
         ));
     }
     plan.warnings.extend(unjudged(&plan, options));
+    if output.all_experts && plan.config.experts.is_none() {
+        plan.warnings.push(format!("{}: this model has no experts", face::ALL_EXPERTS));
+    }
     if plan.scheme.scaling != Scaling::None {
         plan.warnings.extend(scaling::left_unscaled(&plan.config, &plan.assigned));
     }
@@ -911,7 +914,7 @@ impl Plan {
             modules.extend(self.left.iter().map(|name| (name.as_str(), None)));
         }
         let mut quant = QuantConfig::of_modules(format, settled(&self.scheme), &modules)?;
-        quant.damp_percent = Some(self.scheme.damp_percent);
+        quant.damp_percent = self.scheme.sweeps().then_some(self.scheme.damp_percent);
         quant.true_sequential = Some(true);
         quant.static_groups = Some(self.scheme.static_groups);
         quant.act_order = self.scheme.desc_act;

@@ -84,7 +84,11 @@ impl Override {
             };
             match (key.trim(), value) {
                 ("bits", Some(value)) => {
-                    let bits = value.parse().map_err(|_| wrong(format_args!("bits is {value:?}")))?;
+                    let no_width = format_args!(
+                        "bits is {value:?}, not 2, 3, 4 or 8; an average is for {} alone",
+                        face::BITS
+                    );
+                    let bits = value.parse().map_err(|_| wrong(no_width))?;
                     values.bits = Some(bits);
                 }
                 ("group_size", Some(value)) => {
@@ -97,7 +101,10 @@ impl Override {
                 ("static_groups", _) => values.static_groups = Some(flag()?),
                 ("mse", _) => values.mse = Some(flag()?),
                 ("", _) => return Err(wrong(format_args!("nothing is said to differ"))),
-                (key, _) => return Err(wrong(format_args!("{key:?} without a value is not known"))),
+                (key @ ("bits" | "group_size"), None) => {
+                    return Err(wrong(format_args!("{key} is without a value")));
+                }
+                (key, _) => return Err(wrong(format_args!("{key:?} cannot differ from layer to layer"))),
             }
         }
         let parsed = Self { pattern: pattern.to_owned(), values };
@@ -235,16 +242,13 @@ pub fn assign(base: &Scheme, output: &Output, stages: &[(usize, Stage)]) -> Resu
             let told = told && output.mixed.is_some();
             let differs = |(_, of_other, told_other): &&(_, _, _)| *of_other != scheme || *told_other != told;
             if let Some((other, of_other, told_other)) = before.as_ref().filter(differs) {
-                let described = |scheme: &Option<Scheme>, told: bool| match scheme {
-                    Some(_) if output.mixed.is_some() && !told => "bits by the average".to_owned(),
-                    scheme => described(scheme.as_ref()),
-                };
+                let by_average = |told: bool| output.mixed.is_some() && !told;
                 return Err(Error::options(
                     format_args!(
                         "{other} ({}) and {module} ({}) share an input and are one matrix in serving engines, but \
                          would be quantized differently",
-                        described(of_other, *told_other),
-                        described(&scheme, told)
+                        described(of_other.as_ref(), by_average(*told_other)),
+                        described(scheme.as_ref(), by_average(told))
                     ),
                     format_args!(
                         "Let {} and {} match all of {}",
@@ -299,15 +303,18 @@ pub fn codes_together(format: Format, bits: u32) -> usize {
     }
 }
 
-fn described(scheme: Option<&Scheme>) -> String {
-    match scheme {
-        None => "16 bits".to_owned(),
-        Some(scheme) => {
-            let group = scheme.group_size.map_or(-1, |size| size as i64);
-            let order = if scheme.desc_act { ", desc_act" } else { "" };
-            format!("{} bits, group {group}, {}{order}", scheme.bits, if scheme.sym { "sym" } else { "asym" })
-        }
+/// All that may differ from layer to layer.
+fn described(scheme: Option<&Scheme>, by_average: bool) -> String {
+    let Some(scheme) = scheme else { return "16 bits".to_owned() };
+    let bits = if by_average { "bits by the average".to_owned() } else { format!("{} bits", scheme.bits) };
+    let group = scheme.group_size.map_or(-1, |size| size as i64);
+    let mut text = format!("{bits}, group {group}, {}", if scheme.sym { "sym" } else { "asym" });
+    let flags = [("desc_act", scheme.desc_act), ("static_groups", scheme.static_groups), ("mse", scheme.mse)];
+    for (name, _) in flags.iter().filter(|(_, is_on)| *is_on) {
+        text.push_str(", ");
+        text.push_str(name);
     }
+    text
 }
 
 fn names_of(stage: &Stage) -> String {
@@ -412,7 +419,9 @@ mod tests {
             ("=bits:8", "regex is empty"),
             ("x=", "nothing is said"),
             ("x=bits:eight", "\"eight\""),
-            ("x=bits", "\"bits\" without a value"),
+            ("x=bits", "bits is without a value"),
+            ("x=bits:3.5", "an average is for --bits alone"),
+            ("x=alpha:0.5", "\"alpha\" cannot differ"),
             ("x=bitz:8", "\"bitz\""),
             ("x=sym:1", "\"1\", not true or false"),
             ("x(=bits:8", "is not a regex"),
@@ -442,7 +451,11 @@ mod tests {
     #[test]
     fn layers_that_share_an_input_stay_together() {
         let message = settled(&["v_proj=bits:8"], &[]).unwrap_err().to_string();
-        assert!(message.contains("layers.0.self_attn.k_proj (4 bits, group 64, sym, desc_act)"), "{message}");
+        assert!(
+            message
+                .contains("layers.0.self_attn.k_proj (4 bits, group 64, sym, desc_act, static_groups, mse)"),
+            "{message}"
+        );
         assert!(message.contains("layers.0.self_attn.v_proj (8 bits"), "{message}");
         assert!(message.contains("all of q_proj, k_proj, v_proj"), "{message}");
         let message = settled(&[], &["layers.3.mlp.up"]).unwrap_err().to_string();
