@@ -95,8 +95,9 @@ pub fn behind_rounding(rows: &[ModuleRow]) -> Option<String> {
     let more = |row: &ModuleRow| row.held.map_or(0.0, |held| held.kept / held.rtn - 1.0);
     let behind: Vec<&ModuleRow> = rows.iter().filter(|row| more(row) > 0.0).collect();
     let worst = behind.iter().copied().max_by(|a, b| more(a).total_cmp(&more(b)))?;
+    let (lose, they) = if behind.len() == 1 { ("loses", "it was") } else { ("lose", "they were") };
     Some(format!(
-        "{} of {} layers lose more on held-out rows than if they were rounded to nearest, {} the most: {:.2} % more \
+        "{} of {} layers {lose} more on held-out rows than if {they} rounded to nearest, {} the most: {:.2} % more \
          (held_kept and held_rtn in {QUANT_LOG})",
         behind.len(),
         rows.len(),
