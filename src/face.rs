@@ -31,6 +31,7 @@ pub const WHOLE_ROW: Words = words("--group-size -1", "the group size “whole r
 pub const SYM: Words = words("--sym", "“Zero point”");
 pub const DESC_ACT: Words = words("--desc-act", "“Activation order”");
 pub const ALPHA: Words = words("--alpha", "“Correction”");
+pub const MEASURED_ALPHA: Words = words("--alpha auto", "“as far as held-out text asks for”");
 pub const REFIT: Words = words("--refit", "“Refit of scales”");
 // The page leaves the next three to the preset.
 pub const SCALING: Words = words("--scaling", "the scaling of inputs");
@@ -67,7 +68,7 @@ pub const REPEAT_OR_START_ANEW: Words = words(
 pub const WHAT_SHOWS_IT: Words = words("the command that shows it", "what was chosen and pressed before it");
 
 /// All of the above.
-pub const ALL: [Words; 31] = [
+pub const ALL: [Words; 32] = [
     PRESET,
     BITS,
     GROUP_SIZE,
@@ -80,6 +81,7 @@ pub const ALL: [Words; 31] = [
     MSE,
     DAMP_PERCENT,
     ALPHA,
+    MEASURED_ALPHA,
     REFIT,
     SAMPLES,
     SEQ_LEN,

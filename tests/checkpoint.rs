@@ -102,7 +102,7 @@ fn a_stopped_and_resumed_directory_equals_one_written_at_once_and_decodes_to_the
         assert!(DirSink::create(&resumed).is_err(), "a used directory is not taken for a new one");
 
         let sink = Rc::new(DirSink::open(&resumed).unwrap());
-        let mut writer = Writer::resume(sink, layout(), &recorded).await.unwrap();
+        let mut writer = Writer::resume(sink, layout(), &recorded, async |_| Ok(())).await.unwrap();
         for index in 1..3 {
             write_layer(&mut writer, index).await;
         }

@@ -390,7 +390,6 @@ fn methods_are_measured_over_seeds() {
         (&["--bits", "4", "3"], ["3 is taken for a model directory", "--bits 4,3"]),
         (&["--methods", "fast", "default"], ["default is taken for a model", "commas"]),
         (&["--group-size", "64,48"], ["--group-size 48 does not divide", ""]),
-        (&["--bits", "3.5", "--methods", "rtn"], ["--bits 3.5", "--preset rtn"]),
     ] {
         fails(bench(wrong), 2, &words);
     }

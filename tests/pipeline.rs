@@ -614,8 +614,8 @@ fn a_run_stopped_again_and_again_ends_in_the_same_bytes() {
     let mut job = Job::new("qwen3", default4());
     let want = without_seconds(job.run().0);
     let (sink, mut sittings) = (MemorySink::new(), 0);
-    // Far enough for one more block each time: replaying finished blocks passes stop points as well.
-    while let Err(error) = job.run_with(&sink, &mut StopAt::new(13 + sittings)) {
+    // Far enough for one more block each time: reading finished tensors and replaying blocks passes stop points as well.
+    while let Err(error) = job.run_with(&sink, &mut StopAt::new(13 + 36 * sittings)) {
         assert_eq!(error.exit_code(), 130);
         sittings += 1;
         job.resume = true;
@@ -914,6 +914,7 @@ impl Observer for Recorder {
     fn event(&mut self, event: Event) {
         match event {
             Event::Started { blocks, done, tokens } => self.started = Some((blocks, done, tokens)),
+            Event::Verifying { done } => assert!((0.0..1.0).contains(&done)),
             Event::Replaying { block } => self.replayed.push(block),
             Event::Progress { done, total, .. } => self.done.push(done / total),
             Event::Module(_) => self.modules += 1,

@@ -70,12 +70,18 @@ pub async fn verify(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Resul
 }
 
 /// Compares the tensors that a stopped run finished with their XXH3, one of `sums` for each, so that nothing is built on
-/// a file that has changed.
+/// a file that has changed. `going_on` is told the share that is behind before each tensor, and may end it.
 ///
 /// # Errors
-/// [`Error::Resume`] naming the first file and tensor that differ; those of the source.
-pub async fn verify_finished(source: &dyn Source, layout: &Layout, sums: &[u64]) -> Result<()> {
-    for (planned, sum) in layout.tensors().iter().zip(sums) {
+/// [`Error::Resume`] naming the first file and tensor that differ; those of the source and of `going_on`.
+pub async fn verify_finished(
+    source: &dyn Source,
+    layout: &Layout,
+    sums: &[u64],
+    mut going_on: impl AsyncFnMut(f64) -> Result<()>,
+) -> Result<()> {
+    for (index, (planned, sum)) in layout.tensors().iter().zip(sums).enumerate() {
+        going_on(index as f64 / sums.len() as f64).await?;
         let shard = &layout.shards()[planned.shard];
         let part = shard.part();
         let file = if source.size(&part).is_some() { &part } else { &shard.name };
@@ -177,7 +183,9 @@ mod tests {
         let (sink, sums) = written();
         let layout = || Layout::new(vec![spec("a", 3), spec("b", 2), spec("c", 5)], 100).unwrap();
         sink.insert(SINGLE, [layout().shards()[0].header(), &[1, 2, 3]].concat());
-        let resume = |sums: &[u64]| block_on(Writer::resume(Rc::new(sink.clone()), layout(), sums)).err();
+        let resume = |sums: &[u64]| {
+            block_on(Writer::resume(Rc::new(sink.clone()), layout(), sums, async |_| Ok(()))).err()
+        };
         assert!(resume(&sums[..1]).is_none());
         let part = format!("{SINGLE}{PART}");
         let content = sink.get(&part).unwrap().to_vec();

@@ -204,11 +204,17 @@ impl Writer {
     }
 
     /// Goes on after the tensors that an earlier writer of the same layout finished and flushed, whose
-    /// [`Writer::sums`] these are; whatever it wrote beyond them is cut off.
+    /// [`Writer::sums`] these are; whatever it wrote beyond them is cut off. They are read again, `going_on` as in
+    /// [`verify_finished`].
     ///
     /// # Errors
     /// [`Error::Resume`] naming the file that is absent, shorter than it must be or not what was written.
-    pub async fn resume(sink: Rc<dyn Sink>, layout: Layout, sums: &[u64]) -> Result<Self> {
+    pub async fn resume(
+        sink: Rc<dyn Sink>,
+        layout: Layout,
+        sums: &[u64],
+        going_on: impl AsyncFnMut(f64) -> Result<()>,
+    ) -> Result<Self> {
         let tensors_done = sums.len();
         if tensors_done > layout.tensors.len() {
             return Err(Error::resume(
@@ -235,7 +241,7 @@ impl Writer {
         if !shard_done {
             writer.check_part(last).await?;
         }
-        verify_finished(&*writer.sink.reader().await?, &writer.layout, sums).await?;
+        verify_finished(&*writer.sink.reader().await?, &writer.layout, sums, going_on).await?;
         if !shard_done {
             let tensor = &writer.layout.tensors[last];
             let part = writer.layout.shards[tensor.shard].part();
@@ -630,7 +636,10 @@ mod tests {
                 assert!(sink.get(CONFIG).is_none(), "an unfinished directory has no config.json");
                 stopped_at.insert(done);
                 sink.set_capacity(None);
-                let writer = Writer::resume(Rc::new(sink.clone()), layout(), &sums()[..done]).await.unwrap();
+                let writer =
+                    Writer::resume(Rc::new(sink.clone()), layout(), &sums()[..done], async |_| Ok(()))
+                        .await
+                        .unwrap();
                 assert_eq!(writer.position(), done);
                 write_rest(writer).await.unwrap();
                 let mut files = sink.files();
@@ -656,8 +665,14 @@ mod tests {
                     }
                     writer.flush().await.unwrap();
                     drop(writer);
-                    let writer =
-                        Writer::resume(Rc::new(sink.clone()), layout(), &sums()[..recorded]).await.unwrap();
+                    let writer = Writer::resume(
+                        Rc::new(sink.clone()),
+                        layout(),
+                        &sums()[..recorded],
+                        async |_| Ok(()),
+                    )
+                    .await
+                    .unwrap();
                     write_rest(writer).await.unwrap();
                     assert_eq!(sink.files(), whole, "{recorded} of {written}");
                 });
@@ -671,7 +686,12 @@ mod tests {
             let sink = MemorySink::new();
             let resume = |done| {
                 let sink = sink.clone();
-                async move { Writer::resume(Rc::new(sink), layout(), &vec![0; done]).await.err().unwrap() }
+                async move {
+                    Writer::resume(Rc::new(sink), layout(), &vec![0; done], async |_| Ok(()))
+                        .await
+                        .err()
+                        .unwrap()
+                }
             };
             let gone = resume(2).await;
             assert_eq!(gone.exit_code(), 7);

@@ -122,6 +122,9 @@ impl FromStr for Method {
             }
         }
         scheme.check().map_err(|error| error.to_string())?;
+        if text.contains("+damp=") && !scheme.sweeps() {
+            return Err(format!("{} spreads no errors, for which damp is", preset.name()));
+        }
         Ok(Self { name: text.to_owned(), scheme })
     }
 }
@@ -218,7 +221,8 @@ async fn subjects(args: &Args) -> Result<Vec<Subject>> {
     }
     for path in &args.models {
         let name = path.display().to_string();
-        if !path.exists() && (name.parse::<Method>().is_ok() || name.parse::<Groups>().is_ok()) {
+        if !path.exists() && (name.parse::<Method>().is_ok() || name.parse::<f64>().is_ok() || name == "auto")
+        {
             return Err(Error::options(
                 format!("{name} is taken for a model directory, and there is none of that name"),
                 "Divide lists by commas: --bits 4,3 --methods fast,default",
@@ -255,9 +259,9 @@ async fn grid(
             let mut seen = vec![];
             for seed in 0..seeds(cell) {
                 let calibration = calibration_segments(text, calibration, &args.samples_of(seed))?;
-                bar.inc(1);
                 // Rows of ids that are all taken are the same for every seed.
                 if seen.contains(&calibration.fingerprint()) {
+                    bar.inc(1);
                     continue;
                 }
                 seen.push(calibration.fingerprint());
@@ -283,6 +287,7 @@ async fn grid(
                     );
                 });
                 outcomes.push(outcome);
+                bar.inc(1);
             }
             rows.push(cell.row(name, dense, &outcomes));
         }
@@ -297,6 +302,13 @@ fn cells(args: &Args) -> Result<Vec<Cell>> {
     for &bits in &args.bits {
         for &group_size in &args.group_size {
             for method in &args.methods {
+                if bits.average().is_some() && !method.scheme.needs_inputs() {
+                    eprintln!(
+                        "{} is left out at {bits} bits: it has no text to measure layers by",
+                        method.name
+                    );
+                    continue;
+                }
                 let size = Scheme::group_size_of(group_size.size())?;
                 let scheme = Scheme { bits: bits.width(), group_size: size, ..method.scheme.clone() };
                 scheme.check()?;
@@ -310,7 +322,10 @@ fn cells(args: &Args) -> Result<Vec<Cell>> {
             }
         }
     }
-    Ok(cells)
+    match cells.is_empty() {
+        true => Err(Error::options("there is nothing to measure", "Give other bits or other methods")),
+        false => Ok(cells),
+    }
 }
 
 impl Args {
@@ -387,6 +402,7 @@ mod tests {
             ("fast+refits", "none of refit"),
             ("default+alpha=2", "out of range"),
             ("fast+", "“” is none of"),
+            ("awq+damp=0.1", "awq spreads no errors"),
             ("rtn+refit", "rtn rounds each weight for itself"),
         ] {
             let error = method(wrong).err().unwrap();

@@ -59,8 +59,9 @@ pub async fn run(args: Args) -> Result<()> {
     let device = open::device(&args.device).await?;
     let text = model_text(&a).await?;
     let segments = same_segments(&text, &model_text(&b).await?, &args)?;
-    for model in [&a, &b] {
-        warn_of_length(&ModelConfig::of(&model.checkpoint)?, &segments);
+    let configs = [ModelConfig::of(&a.checkpoint)?, ModelConfig::of(&b.checkpoint)?];
+    if let Some(shorter) = configs.iter().min_by_key(|config| config.max_position_embeddings) {
+        warn_of_length(shorter, &segments);
     }
     let passages = match &args.passages {
         Some(path) => Some(passages_of(&text, path, args.seq_len)?),

@@ -103,6 +103,10 @@ impl Observer for Terminal {
                 };
                 self.bar.set_message(format!("{place}, what bits are worth"));
             }
+            Event::Verifying { done } => {
+                self.bar.set_position((1000.0 * done) as u64);
+                self.bar.set_message("reading the finished blocks");
+            }
             Event::Started { blocks, done, tokens } => {
                 self.bar.reset();
                 (self.tokens, self.blocks) = (tokens, blocks);

@@ -137,6 +137,9 @@ fn check_out(args: &Args) -> Result<()> {
     if args.resume && !args.out.join(JOURNAL).exists() && !is_empty() {
         let (what, advice) = match args.out.join(CONFIG).exists() {
             true => ("a finished result", "There is nothing left to do; --overwrite makes it anew"),
+            false if args.out.exists() => {
+                ("no stopped run", "Start one with --overwrite in place of --resume")
+            }
             false => ("no stopped run", "Leave out --resume to start one"),
         };
         return Err(Error::resume(format!("{} holds {what}", args.out.display()), advice));

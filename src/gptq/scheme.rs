@@ -218,7 +218,7 @@ impl Scheme {
         {
             return Err(Error::options(
                 format!("{} {alpha} is out of range", face::ALPHA),
-                "Use a number from 0 (off) to 1, or auto",
+                format!("Use a number from 0 (off) to 1, or {}", face::MEASURED_ALPHA),
             ));
         }
         if !self.needs_inputs() && self.scaling != Scaling::None {

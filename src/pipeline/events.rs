@@ -10,6 +10,8 @@ pub enum Event<'a> {
     /// Before a run whose bits are an average, what each layer loses at each width is measured: `done` of
     /// `total` steps of much the same work.
     Measuring { block: usize, blocks: usize, done: usize, total: usize },
+    /// Before a stopped run goes on, what it has written is read again: this share of it so far.
+    Verifying { done: f64 },
     /// The run begins, or goes on after `done` blocks.
     Started { blocks: usize, done: usize, tokens: usize },
     /// Blocks that were finished earlier are applied to the calibration text again.

@@ -796,7 +796,7 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     let between = bytes(tokens * width.max(inner));
     // What the CPU keeps to use again, what the allocator loses, and the program itself with its text and tokenizer.
     let idle = |used: u64| if device.is_cpu() { KEPT_BYTES.min(used) + used / 8 + PROGRAM_BYTES } else { 0 };
-    let working = |batch: usize| {
+    let working = |batch: usize, between: u64| {
         let own = bytes(batch * (2 * inner + 2 * hidden)).max(pieces).max(bytes(batch * 4 * width));
         own + idle(if calibrated { stream + between + own } else { own })
     };
@@ -807,7 +807,7 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
             weights: layer_weights,
             hessian: sums,
             original: beside,
-            working: working(plan.batch_tokens),
+            working: working(plan.batch_tokens, between),
         }
     } else {
         Memory {
@@ -825,13 +825,14 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     if calibrated && needed(plan) > options.max_memory {
         plan.keep_between = false;
         plan.memory.between_stages = 0;
+        plan.memory.working = working(plan.batch_tokens, 0);
     }
     if calibrated && needed(plan) > options.max_memory && !device.is_cpu() {
         plan.stream_on_device = false;
     }
     if calibrated && needed(plan) > options.max_memory && options.batch_tokens.is_none() {
         plan.batch_tokens = options.longest.max(1);
-        plan.memory.working = working(plan.batch_tokens);
+        plan.memory.working = working(plan.batch_tokens, plan.memory.between_stages);
     }
     if needed(plan) <= options.max_memory {
         return Ok(());

@@ -81,7 +81,22 @@ pub async fn run(
         warnings: plan.warnings.clone(),
     });
     // With no tensor done this starts anew.
-    let writer = Writer::resume(sink.clone(), plan.layout.clone(), &journal.sums).await?;
+    let since = Instant::now();
+    let going_on = async |done| {
+        observer.event(Event::Verifying { done });
+        observer.pause().await;
+        match observer.stop_requested() {
+            true => Err(Error::Interrupted {
+                place: "reading the finished blocks".into(),
+                advice: face::GO_ON.to_string(),
+            }),
+            false => Ok(()),
+        }
+    };
+    let writer = Writer::resume(sink.clone(), plan.layout.clone(), &journal.sums, going_on).await?;
+    if !journal.sums.is_empty() {
+        clock.add("verify", since);
+    }
     journal.write(sink.as_ref()).await?;
     for warning in &journal.warnings {
         observer.event(Event::Warning(warning.clone()));

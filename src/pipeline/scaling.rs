@@ -202,9 +202,12 @@ impl Run<'_> {
                 Some(candidate) => match self.tokens_of(&block, index, candidate, &routed) {
                     Some(tokens) => {
                         let place = (layer, index, tokens);
-                        self.choose(place, &block, &mut side, candidate, &mut scaled).await?;
+                        let judged = self.choose(place, &block, &mut side, candidate, &mut scaled).await?;
+                        // That no sequence is held out is told once.
+                        let missed = !judged && self.batches.summed_tokens() < self.batches.tokens();
+                        starved.extend(block.expert(index).filter(|_| missed).map(|(_, expert)| expert));
                     }
-                    None => starved.extend(block.expert(index).map(|(_, expert)| expert.to_string())),
+                    None => starved.extend(block.expert(index).map(|(_, expert)| expert)),
                 },
                 None if block.begins_branch(index) && index > 0 => {
                     self.pass(layer, index, &block, &mut side).await?;
@@ -215,7 +218,7 @@ impl Run<'_> {
         if !starved.is_empty() {
             self.warn(format!(
                 "block {layer}: the inner inputs of experts {} are not scaled: too few tokens came to them",
-                starved.join(", ")
+                starved.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
             ));
         }
         self.scaled = Rc::new(scaled);
@@ -252,7 +255,8 @@ impl Run<'_> {
         }
     }
 
-    /// Measures the inputs of stage `index`, finds their scale and, if it serves, folds it in.
+    /// Measures the inputs of stage `index`, finds their scale and, if it serves, folds it in. Whether anything could
+    /// tell if it does.
     async fn choose(
         &mut self,
         (layer, index, tokens): (usize, usize, usize),
@@ -260,10 +264,14 @@ impl Run<'_> {
         side: &mut Flows,
         candidate: &Candidate,
         scaled: &mut Scaled<'_>,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let (config, fold) = (&self.plan.config, &candidate.fold);
-        let Some(stage) = block.stages().nth(index) else { return Ok(()) };
+        let Some(stage) = block.stages().nth(index) else { return Ok(true) };
         let (each, inputs) = self.measured((layer, index, tokens), block, side, fold).await?;
+        if candidate.assigned.scheme.sweeps() && inputs.held.is_none() {
+            self.advance(layer, stage.name, candidate.readers.iter().map(|spec| candidate.flops(spec)).sum());
+            return Ok(false);
+        }
         let since = Instant::now();
         let place = format!("block {layer}, stage {}", stage.name);
         let magnitudes = candidate.magnitudes(&each.to_f32().await?);
@@ -281,7 +289,7 @@ impl Run<'_> {
             }
         }
         self.clock.add("scaling", since);
-        Ok(())
+        Ok(true)
     }
 
     /// Σ|x_j| of a stage's inputs, and what else they say.
@@ -378,9 +386,6 @@ impl Run<'_> {
         if !candidate.assigned.scheme.sweeps() {
             return Ok(true);
         }
-        if inputs.held.is_none() {
-            return Ok(false);
-        }
         let scheme = plainly(candidate);
         let divided = scale.divided(&inputs)?;
         let (n, scale_type) = (scale.factors.len(), candidate.assigned.scale_type());
@@ -413,7 +418,7 @@ impl Run<'_> {
                 }
             }
             // No damping helped where there is none.
-            let none = HeldLosses { kept: f64::INFINITY, ..HeldLosses::default() };
+            let none = HeldLosses { kept: f64::INFINITY, rtn: f64::INFINITY, ..HeldLosses::default() };
             losses.push(sum.held.unwrap_or(none));
         }
         Ok(losses)

@@ -109,10 +109,9 @@ fn measured(unit: &Unit) -> impl Iterator<Item = u32> {
 pub fn flops(config: &ModelConfig, units: &[Unit], stages: &[(usize, Stage)], options: &PlanOptions) -> f64 {
     let inputs = |stage: &Stage| stage.linears.first().map_or(0, |spec| spec.in_features);
     let widest = stages.iter().map(|(_, stage)| inputs(stage)).max().unwrap_or(0);
-    let limit =
-        |wanted: usize, least: usize| wanted.max(options.longest).min(options.tokens.max(1)).max(least);
-    let judges = limit(JUDGES, 1).min((options.tokens / 4).max(options.longest)) as f64;
-    let summed = limit(SUMMED.max(SUMMED_PER_INPUT * widest), 1) as f64;
+    let limit = |wanted: usize| wanted.max(options.longest).min(options.tokens);
+    let judges = limit(JUDGES).min((options.tokens / 4).max(options.longest)) as f64;
+    let summed = limit(SUMMED.max(SUMMED_PER_INPUT * widest)) as f64;
     // Of experts, a token passes a few.
     let seen = |stage: &Stage| match &config.experts {
         Some(experts) if EXPERT_STAGES.contains(&stage.name) => {
@@ -132,14 +131,20 @@ pub fn flops(config: &ModelConfig, units: &[Unit], stages: &[(usize, Stage)], op
                 && stage.linears.iter().any(|spec| unit.modules.contains(&spec.module))
         };
         let behind: f64 = own().skip_while(|stage| !of_unit(stage)).map(weights).sum();
-        let mut each = 2.0 * judges * behind;
+        let widths = measured(unit).count() as f64;
+        // The inputs of later stages come out of the first, at every width anew.
+        let (sums, moving) = match own().filter(of_unit).count() {
+            0 | 1 => (1.0, judges),
+            _ => (widths, judges + summed),
+        };
+        let mut each = 2.0 * moving * behind;
         for stage in own().filter(of_unit) {
             let n = inputs(stage) as f64;
-            sum += seen(stage) * summed * n * n + 2.0 * (judges + summed) * weights(stage);
+            sum += sums * seen(stage) * summed * n * n + 2.0 * (judges + summed) * weights(stage);
             let layers = stage.linears.iter().filter(|spec| unit.modules.contains(&spec.module));
             each += layers.map(|spec| n * n * (2.0 * spec.out_features as f64 + n)).sum::<f64>();
         }
-        sum += measured(unit).count() as f64 * each;
+        sum += widths * each;
     }
     sum
 }

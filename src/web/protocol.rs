@@ -222,6 +222,10 @@ pub enum Event {
     },
     /// And what came of it.
     Allocated(Allocated),
+    /// Before a stopped run goes on, what it has written is read again.
+    Verifying {
+        fraction: f64,
+    },
     Started {
         blocks: usize,
         done: usize,

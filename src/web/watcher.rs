@@ -113,6 +113,7 @@ impl Observer for Watcher {
             Event::Measuring { block, blocks, done, total } => {
                 return self.measuring(block, blocks, done as f64 / total.max(1) as f64);
             }
+            Event::Verifying { done } => Told::Verifying { fraction: done },
             Event::Started { blocks, done, tokens } => {
                 // Measuring before it says nothing about its speed.
                 (self.first, self.waited) = (None, 0.0);

@@ -45,6 +45,9 @@ export class Run {
       case 'allocated':
         byId('run-what').textContent += ` · ${allocation(event)}`;
         break;
+      case 'verifying':
+        show(byId('run-status'), `Reading the finished blocks again, ${percent(event.fraction, 0)}.`);
+        break;
       case 'started':
         this.#blocks = event.blocks;
         this.#done = event.done;
