@@ -741,6 +741,11 @@ fn a_killed_or_interrupted_run_is_resumed_to_the_same_bytes() {
     let last = message.lines().last().unwrap();
     assert!(last.starts_with("halftone: stopped on request in block "), "{message}");
     assert!(last.ends_with("repeat the command with --resume to go on"), "{message}");
+    // Nobody else writes there meanwhile, and what is to be overwritten is there until bits are measured.
+    let mut child = start_until(&out, 2, &["--resume"]);
+    fails(demo_run(&out, &["--resume"]).output().unwrap(), 2, &["another run is writing to", "interrupted"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
     // --overwrite is the other way out.
     succeeds(demo_run(&out, &["--overwrite"]).output().unwrap());
     assert_same(&without_seconds(files(&out)), &want, "interrupted and overwritten");

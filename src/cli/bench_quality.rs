@@ -206,7 +206,13 @@ pub async fn run(args: Args) -> Result<()> {
         ];
         table::print(&header, &rows.iter().map(Row::cells).collect::<Vec<_>>());
     }
-    outcome
+    outcome.map_err(|error| match error {
+        Error::Interrupted { .. } => Error::Interrupted {
+            place: format!("behind {} of {} rows", rows.len(), subjects.len() * cells.len()),
+            advice: "repeat the command to begin again".into(),
+        },
+        error => error,
+    })
 }
 
 /// The models, opened with their texts before any work.
@@ -261,6 +267,9 @@ async fn grid(
                 let calibration = calibration_segments(text, calibration, &args.samples_of(seed))?;
                 // Rows of ids that are all taken are the same for every seed.
                 if seen.contains(&calibration.fingerprint()) {
+                    bar.suspend(|| {
+                        eprintln!("{name}: seed {seed} draws the samples of an earlier one and is left out")
+                    });
                     bar.inc(1);
                     continue;
                 }

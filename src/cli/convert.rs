@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use indicatif::ProgressBar;
 
+use super::open;
 use super::options::{FormatArg, parse_size};
 use super::plan::check_room;
 use super::progress::stop_flag;
@@ -35,6 +36,7 @@ pub struct Args {
 }
 
 pub async fn run(args: Args) -> Result<()> {
+    open::check_finished(&args.dir)?;
     let checkpoint = Checkpoint::open(Rc::new(DirSource::open(&args.dir)?)).await?;
     let Some(quant) = QuantConfig::of(&checkpoint).await? else {
         return Err(Error::unsupported(

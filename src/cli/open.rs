@@ -15,6 +15,15 @@ use crate::text::{ModelText, Segments, TextFile, calibration_segments};
 
 /// A model directory's headers and configuration.
 pub async fn model(path: &Path) -> Result<Stored> {
+    check_finished(path)?;
+    Stored::open(Rc::new(DirSource::open(path)?)).await
+}
+
+/// Refuses a directory that a run is still to fill.
+///
+/// # Errors
+/// [`Error::Model`].
+pub fn check_finished(path: &Path) -> Result<()> {
     if path.join(JOURNAL).exists() && !path.join(CONFIG).exists() {
         return Err(Error::model(
             path.display(),
@@ -22,7 +31,7 @@ pub async fn model(path: &Path) -> Result<Stored> {
             "Go on with it: repeat its command with --resume",
         ));
     }
-    Stored::open(Rc::new(DirSource::open(path)?)).await
+    Ok(())
 }
 
 /// The device that the options mean.

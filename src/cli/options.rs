@@ -41,11 +41,11 @@ pub struct SchemeArgs {
     #[arg(long, num_args = 0..=1, require_equals = true, default_missing_value = "true", value_name = "BOOL")]
     mse: Option<bool>,
     /// Damping as a share of mean(diag H) [preset default: 0.05, others: 0.01]
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
     damp_percent: Option<f64>,
     /// Aim at the original model's outputs, not at its weights: by this share, 0 (off) to 1, or auto, by
     /// what rows held out of the calibration text say [preset default: auto, others: 0]
-    #[arg(long, value_parser = parse_alpha, value_name = "auto|SHARE")]
+    #[arg(long, value_parser = parse_alpha, value_name = "auto|SHARE", allow_negative_numbers = true)]
     alpha: Option<Alpha>,
     /// After the sweep fit scales to the codes and move codes, group by group; `=false` switches it off in
     /// preset default

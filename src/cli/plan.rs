@@ -89,8 +89,9 @@ pub async fn prepare(request: Request<'_>) -> Result<Prepared> {
         options.longest = calibration.seq_len;
         Segments::none()
     } else {
-        // What is wrong with the model or the scheme is told before minutes of tokenizing.
-        make_plan(&stored, &options, &device)?;
+        // What is wrong with the model or the scheme is told before minutes of tokenizing; what memory it takes is known
+        // behind it.
+        make_plan(&stored, &PlanOptions { max_memory: u64::MAX, ..options.clone() }, &device)?;
         let segments = open::calibration(&stored, calibration).await?;
         options.tokens = segments.report.tokens;
         options.longest = segments.rows.iter().map(Vec::len).max().unwrap_or(0);

@@ -1,5 +1,6 @@
 //! `halftone quantize`: the main job.
 
+use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 
@@ -47,7 +48,11 @@ pub async fn run(args: Args) -> Result<()> {
     };
     let mut prepared = prepare(request).await?;
     check_room(&prepared.plan.layout, &args.out)?;
-    let sink = open_out(&args)?;
+    // What is to be overwritten stays until something takes its place.
+    if !args.overwrite {
+        open_out(&args)?;
+    }
+    let _lock = lock(&args.out)?;
     // From here on Ctrl-C leaves something to go on from.
     let stop = stop_flag();
     let mut terminal = Terminal::new(stop, !args.json);
@@ -76,6 +81,7 @@ pub async fn run(args: Args) -> Result<()> {
         settled?;
         check_room(&prepared.plan.layout, &args.out)?;
     }
+    let sink = open_out(&args)?;
     let Prepared { stored, segments, device, plan, .. } = prepared;
     if !args.json && plan.allocation.is_some() {
         terminal.aside(|| allocation::print(&plan));
@@ -159,6 +165,18 @@ fn check_out(args: &Args) -> Result<()> {
             format!("{} exists and is not empty", args.out.display()),
             "Give a new directory, or replace the result in it with --overwrite",
         )),
+    }
+}
+
+/// Keeps a second run out of the directory, where the system can lock one.
+fn lock(out: &Path) -> Result<Option<File>> {
+    let Ok(directory) = File::open(out) else { return Ok(None) };
+    match directory.try_lock() {
+        Err(TryLockError::WouldBlock) => Err(Error::options(
+            format!("another run is writing to {}", out.display()),
+            "Wait for it, or give another directory",
+        )),
+        _ => Ok(Some(directory)),
     }
 }
 

@@ -112,7 +112,8 @@ impl<'a> Judge<'a> {
         }
         for (other, loss, choice) in others {
             if loss < held.kept {
-                (kept, held.kept, held.choice) = (other, loss, choice);
+                // Neither was moved.
+                (kept, held.kept, held.choice, held.alpha) = (other, loss, choice, 0.0);
             }
         }
         Ok((kept, held))

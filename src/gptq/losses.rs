@@ -20,7 +20,7 @@ pub struct HeldLosses {
     pub plain: f64,
     /// Of what was kept.
     pub kept: f64,
-    /// By which share of the correction the weights were moved, times the number of rows.
+    /// By which share of the correction the weights that were kept had been moved, times the number of rows.
     pub alpha: f64,
     pub choice: Choice,
 }

@@ -250,6 +250,7 @@ mod tests {
             let same = [held[1].clone(), held[1].clone()];
             let (plain, kept) = (of(Alpha::Fixed(0.0), &same), of(Alpha::Fixed(1.0), &same));
             assert_eq!((kept.choice, kept.kept), (Choice::Plain, plain.plain), "{}", device.describe());
+            assert_eq!(kept.alpha, 0.0);
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::checkpoint::{
     CONFIG, Checkpoint, DType, Format, GptqLinear, PART, QUANTIZE_CONFIG, StoredLayer, TensorSpec,
     ZeroFormat, is_weights_file,
 };
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::arch::{LM_HEAD, LM_HEAD_MODULE, expected_tensors};
 use crate::model::{ModelConfig, apart};
 use crate::storage::Source;
@@ -101,7 +101,10 @@ pub async fn check(source: Rc<dyn Source>) -> Result<Findings> {
     let checkpoint = match Checkpoint::open(source).await {
         Ok(checkpoint) => checkpoint,
         Err(error) => {
-            found.error(CONFIG, error.to_string(), FETCH);
+            match error {
+                Error::Model { place, problem, advice } => found.error(&place, problem, &advice),
+                error => found.error(CONFIG, error.to_string(), FETCH),
+            }
             return Ok(found);
         }
     };

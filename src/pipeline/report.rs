@@ -89,20 +89,25 @@ impl ModuleRow {
     }
 }
 
+/// Layers that a warning names.
+const NAMED: usize = 10;
+
 /// What to tell a person of layers that lose more on held-out rows than if they were rounded to nearest, which could
 /// not take their place: its groups lie in another order, or what comes before carries the layers' scale already.
 pub fn behind_rounding(rows: &[ModuleRow]) -> Option<String> {
     let more = |row: &ModuleRow| row.held.map_or(0.0, |held| held.kept / held.rtn - 1.0);
-    let behind: Vec<&ModuleRow> = rows.iter().filter(|row| more(row) > 0.0).collect();
-    let worst = behind.iter().copied().max_by(|a, b| more(a).total_cmp(&more(b)))?;
+    let mut behind: Vec<&ModuleRow> = rows.iter().filter(|row| more(row) > 0.0).collect();
+    behind.sort_by(|a, b| more(b).total_cmp(&more(a)));
+    let most = 100.0 * more(behind.first()?);
+    let named: Vec<&str> = behind.iter().take(NAMED).map(|row| row.module.as_str()).collect();
+    let rest = if behind.len() > NAMED { " …" } else { "" };
     let (lose, they) = if behind.len() == 1 { ("loses", "it was") } else { ("lose", "they were") };
     Some(format!(
-        "{} of {} layers {lose} more on held-out rows than if {they} rounded to nearest, {} the most: {:.2} % more \
-         (held_kept and held_rtn in {QUANT_LOG})",
+        "{} of {} layers {lose} more on held-out rows than if {they} rounded to nearest, at most {most:.2} % more: \
+         {}{rest} (held_kept and held_rtn in {QUANT_LOG})",
         behind.len(),
         rows.len(),
-        worst.module,
-        100.0 * more(worst)
+        named.join(", "),
     ))
 }
 
@@ -170,7 +175,7 @@ mod tests {
     fn a_layer_behind_rounding_is_told() {
         assert_eq!(behind_rounding(&[row("a", 2.0, 2.0), row("b", 2.0, 1.0)]), None);
         let told = behind_rounding(&[row("a", 2.0, 2.02), row("b", 2.0, 2.2), row("c", 2.0, 1.0)]).unwrap();
-        assert!(told.starts_with("2 of 3 layers") && told.contains("b the most: 10.00 %"), "{told}");
+        assert!(told.starts_with("2 of 3 layers") && told.contains("at most 10.00 % more: b, a ("), "{told}");
     }
 
     #[test]

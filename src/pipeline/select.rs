@@ -74,9 +74,15 @@ impl Override {
             return Err(wrong(format_args!("the regex is empty")));
         }
         let mut values = Values::default();
+        let mut keys = Vec::new();
         for item in list.split(',').map(str::trim) {
             let (key, value) =
                 item.split_once(':').map_or((item, None), |(key, value)| (key, Some(value.trim())));
+            let field = if key.trim() == "asym" { "sym" } else { key.trim() };
+            if keys.contains(&field) {
+                return Err(wrong(format_args!("{field} is given twice")));
+            }
+            keys.push(field);
             let flag = || match value {
                 None | Some("true") => Ok(true),
                 Some("false") => Ok(false),
@@ -419,6 +425,8 @@ mod tests {
             ("=bits:8", "regex is empty"),
             ("x=", "nothing is said"),
             ("x=bits:eight", "\"eight\""),
+            ("x=bits:4,bits:8", "bits is given twice"),
+            ("x=sym,asym", "sym is given twice"),
             ("x=bits", "bits is without a value"),
             ("x=bits:3.5", "an average is for --bits alone"),
             ("x=alpha:0.5", "\"alpha\" cannot differ"),
