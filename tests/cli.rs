@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 
@@ -395,6 +395,33 @@ fn methods_are_measured_over_seeds() {
     }
     let output = halftone(["bench", "quality", "--windows", "0"]);
     assert!(output.status.code() == Some(2) && stderr(&output).contains("--windows <N>"), "{output:?}");
+}
+
+/// What was measured is in the table, also of a row whose seeds are not all done.
+#[cfg(unix)]
+#[test]
+fn a_grid_that_is_stopped_tells_what_it_has() {
+    let grid = ["--bits", "3", "--group-size", "64", "--methods", "fast", "--seeds", "1000", "--json"];
+    let common = ["--samples", "6", "--seq-len", "64", "--windows", "3", "--device", "cpu"];
+    let mut command = program();
+    command.args(["bench", "quality"]).args(grid).args(common);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut told = BufReader::new(child.stderr.take().unwrap());
+    let mut line = String::new();
+    while !line.contains("seed 1:") {
+        line.clear();
+        assert!(told.read_line(&mut line).unwrap() > 0, "it ended by itself");
+    }
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    let mut rest = String::new();
+    told.read_to_string(&mut rest).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130), "{rest}");
+    let rows: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let seeds = rows[0]["seeds"].as_u64().unwrap();
+    assert!(rows.as_array().unwrap().len() == 1 && seeds >= 2, "{rows}");
+    assert!(rows[0]["kl"].as_f64().unwrap() > 0.0 && rows[0]["kl_spread"].as_f64().unwrap() > 0.0, "{rows}");
+    assert!(rest.contains(&format!("behind {seeds} runs of 1000")), "{rest}");
 }
 
 /// The same rows whatever the seed, and a model that turns out wrong behind one that is not.

@@ -6,7 +6,7 @@
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::str::FromStr;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use indicatif::ProgressBar;
 use serde::Serialize;
@@ -145,8 +145,19 @@ struct Subject {
     evaluation: Segments,
 }
 
+/// What is the same for all cells.
+struct Grid<'a> {
+    args: &'a Args,
+    calibration: &'a [TextFile],
+    device: &'a Device,
+    bar: &'a ProgressBar,
+    stop: &'a AtomicBool,
+}
+
 /// What one seed gave.
 struct Outcome {
+    /// Of the original.
+    dense: f64,
     perplexity: f64,
     divergence: f64,
     seconds: f64,
@@ -184,9 +195,14 @@ pub async fn run(args: Args) -> Result<()> {
             cell.trial.check(&subject.stored, &segments, &device)?;
         }
     }
+    let runs = cells.iter().map(|cell| args.seeds_of(cell)).sum::<u64>() * subjects.len() as u64;
+    let bar = ProgressBar::new(runs);
     // A grid that ends early has been worth what is known of it.
     let mut rows = vec![];
-    let outcome = grid(&args, (&subjects, &cells), &calibration, &device, &mut rows).await;
+    let grid =
+        Grid { args: &args, calibration: &calibration, device: &device, bar: &bar, stop: &stop_flag() };
+    let outcome = grid.all(&subjects, &cells, &mut rows).await;
+    bar.finish_and_clear();
     if args.json {
         let text = serde_json::to_string_pretty(&rows).map_err(|error| Error::Internal(error.to_string()))?;
         say!("{text}");
@@ -208,7 +224,7 @@ pub async fn run(args: Args) -> Result<()> {
     }
     outcome.map_err(|error| match error {
         Error::Interrupted { .. } => Error::Interrupted {
-            place: format!("behind {} of {} rows", rows.len(), subjects.len() * cells.len()),
+            place: format!("behind {} runs of {}", rows.iter().map(|row| row.seeds).sum::<usize>(), runs),
             advice: "repeat the command to begin again".into(),
         },
         error => error,
@@ -247,62 +263,67 @@ async fn subjects(args: &Args) -> Result<Vec<Subject>> {
     Ok(subjects)
 }
 
-/// Fills `rows`, as far as it comes.
-async fn grid(
-    args: &Args,
-    (subjects, cells): (&[Subject], &[Cell]),
-    calibration: &[TextFile],
-    device: &Device,
-    rows: &mut Vec<Row>,
-) -> Result<()> {
-    let stop = stop_flag();
-    let seeds = |cell: &Cell| if cell.trial.scheme.needs_inputs() { args.seeds } else { 1 };
-    let bar = ProgressBar::new(cells.iter().map(seeds).sum::<u64>() * subjects.len() as u64);
-    for Subject { name, stored, text, evaluation } in subjects {
-        for cell in cells {
-            let mut outcomes = vec![];
-            let mut dense = 0.0;
-            let mut seen = vec![];
-            for seed in 0..seeds(cell) {
-                let calibration = calibration_segments(text, calibration, &args.samples_of(seed))?;
-                // Rows of ids that are all taken are the same for every seed.
-                if seen.contains(&calibration.fingerprint()) {
-                    bar.suspend(|| {
-                        eprintln!("{name}: seed {seed} draws the samples of an earlier one and is left out")
-                    });
-                    bar.inc(1);
-                    continue;
+impl Grid<'_> {
+    /// Fills `rows`, as far as it comes.
+    async fn all(&self, subjects: &[Subject], cells: &[Cell], rows: &mut Vec<Row>) -> Result<()> {
+        for subject in subjects {
+            for cell in cells {
+                let mut outcomes = vec![];
+                let ended = self.seeds(subject, cell, &mut outcomes).await;
+                if let Some(first) = outcomes.first() {
+                    rows.push(cell.row(&subject.name, first.dense, &outcomes));
                 }
-                seen.push(calibration.fingerprint());
-                let (quantized, report) = cell.trial.run(stored, &calibration, device, &stop).await?;
-                let going_on = async |_: usize, _: usize| !stop.load(Ordering::SeqCst);
-                let result = compare(stored, &quantized, evaluation, device, going_on).await?;
-                dense = result.perplexity[0].value;
-                let outcome = Outcome {
-                    perplexity: result.perplexity[1].value,
-                    divergence: result.kl.value,
-                    seconds: report.seconds,
-                };
-                // A grid takes hours; what is known is told at once.
-                bar.suspend(|| {
-                    eprintln!(
-                        "{name} {} bits, group {}, {}, seed {seed}: perplexity {:.4}, KL {:.5}, {:.1} s",
-                        cell.bits,
-                        cell.group_size,
-                        cell.method,
-                        outcome.perplexity,
-                        outcome.divergence,
-                        outcome.seconds
-                    );
-                });
-                outcomes.push(outcome);
-                bar.inc(1);
+                ended?;
             }
-            rows.push(cell.row(name, dense, &outcomes));
         }
+        Ok(())
     }
-    bar.finish_and_clear();
-    Ok(())
+
+    /// Fills `outcomes`, as far as it comes.
+    async fn seeds(
+        &self,
+        Subject { name, stored, text, evaluation }: &Subject,
+        cell: &Cell,
+        outcomes: &mut Vec<Outcome>,
+    ) -> Result<()> {
+        let mut seen = vec![];
+        for seed in 0..self.args.seeds_of(cell) {
+            let calibration = calibration_segments(text, self.calibration, &self.args.samples_of(seed))?;
+            // Rows of ids that are all taken are the same for every seed.
+            if seen.contains(&calibration.fingerprint()) {
+                self.bar.suspend(|| {
+                    eprintln!("{name}: seed {seed} draws the samples of an earlier one and is left out")
+                });
+                self.bar.inc(1);
+                continue;
+            }
+            seen.push(calibration.fingerprint());
+            let (quantized, report) = cell.trial.run(stored, &calibration, self.device, self.stop).await?;
+            let going_on = async |_: usize, _: usize| !self.stop.load(Ordering::SeqCst);
+            let result = compare(stored, &quantized, evaluation, self.device, going_on).await?;
+            let outcome = Outcome {
+                dense: result.perplexity[0].value,
+                perplexity: result.perplexity[1].value,
+                divergence: result.kl.value,
+                seconds: report.seconds,
+            };
+            // A grid takes hours; what is known is told at once.
+            self.bar.suspend(|| {
+                eprintln!(
+                    "{name} {} bits, group {}, {}, seed {seed}: perplexity {:.4}, KL {:.5}, {:.1} s",
+                    cell.bits,
+                    cell.group_size,
+                    cell.method,
+                    outcome.perplexity,
+                    outcome.divergence,
+                    outcome.seconds
+                );
+            });
+            outcomes.push(outcome);
+            self.bar.inc(1);
+        }
+        Ok(())
+    }
 }
 
 /// All combinations.
@@ -338,6 +359,11 @@ fn cells(args: &Args) -> Result<Vec<Cell>> {
 }
 
 impl Args {
+    /// Rounding draws no samples.
+    fn seeds_of(&self, cell: &Cell) -> u64 {
+        if cell.trial.scheme.needs_inputs() { self.seeds } else { 1 }
+    }
+
     fn samples_of(&self, seed: u64) -> SegmentOptions {
         SegmentOptions { samples: Some(self.samples as usize), seq_len: self.seq_len as usize, seed }
     }
