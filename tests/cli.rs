@@ -752,6 +752,18 @@ fn a_killed_or_interrupted_run_is_resumed_to_the_same_bytes() {
                 "{message}"
             );
             std::fs::write(&part, written).unwrap();
+            let journal = out.join("halftone-journal.json");
+            let kept = std::fs::read(&journal).unwrap();
+            for done in [blocks_done(&out) - 1, blocks_done(&out) + 1, 7] {
+                let mut wrong: Value = serde_json::from_slice(&kept).unwrap();
+                wrong["blocks_done"] = done.into();
+                std::fs::write(&journal, wrong.to_string()).unwrap();
+                let output = demo_run(&out, &["--resume"]).output().unwrap();
+                let message = stderr(&output).lines().last().unwrap().to_owned();
+                let named = message.contains("does not say how far the run had come");
+                assert!(output.status.code() == Some(7) && named, "{message}");
+            }
+            std::fs::write(&journal, kept).unwrap();
         }
         succeeds(demo_run(&out, &["--resume"]).output().unwrap());
         assert_same(&without_seconds(files(&out)), &want, "killed and resumed");
@@ -771,6 +783,15 @@ fn a_killed_or_interrupted_run_is_resumed_to_the_same_bytes() {
     // Nobody else writes there meanwhile, and what is to be overwritten is there until bits are measured.
     let mut child = start_until(&out, 2, &["--resume"]);
     fails(demo_run(&out, &["--resume"]).output().unwrap(), 2, &["another run is writing to", "interrupted"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let new = path("overwriting nothing");
+    let mut child = start_until(&new, 1, &["--overwrite"]);
+    fails(
+        demo_run(&new, &["--overwrite"]).output().unwrap(),
+        2,
+        &["another run is writing to", "overwriting"],
+    );
     child.kill().unwrap();
     child.wait().unwrap();
     // --overwrite is the other way out.

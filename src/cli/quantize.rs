@@ -49,7 +49,7 @@ pub async fn run(args: Args) -> Result<()> {
     let mut prepared = prepare(request).await?;
     check_room(&prepared.plan.layout, &args.out)?;
     // What is to be overwritten stays until something takes its place.
-    if !args.overwrite {
+    if !(args.overwrite && args.out.exists()) {
         open_out(&args)?;
     }
     let _lock = lock(&args.out)?;

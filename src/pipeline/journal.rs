@@ -11,9 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use super::report::ModuleRow;
 use super::select::{Output, Override};
+use crate::checkpoint::Layout;
 use crate::error::{Error, Result};
 use crate::face;
 use crate::gptq::scheme::{Alpha, Scheme};
+use crate::model::ModelConfig;
 use crate::storage::Sink;
 
 /// The journal's file name; it is removed when the run is finished.
@@ -133,6 +135,29 @@ impl Journal {
             Some((name, was, now)) => Err(Error::resume(
                 format!("{name} changed (was {was}, is {now})"),
                 face::REPEAT_OR_START_ANEW,
+            )),
+        }
+    }
+
+    /// Refuses to go on when the finished blocks are not those whose tensors were written.
+    ///
+    /// # Errors
+    /// [`Error::Resume`].
+    pub fn check_progress(&self, layout: &Layout, config: &ModelConfig) -> Result<()> {
+        let blocks = format!("{}.", config.names.blocks);
+        let block = |name: &str| name.strip_prefix(&blocks)?.split('.').next()?.parse::<usize>().ok();
+        let mut tensors = layout.tensors().iter().enumerate();
+        let agree = self.blocks_done <= config.layers
+            && self.sums.len() <= layout.tensors().len()
+            && tensors.all(|(at, tensor)| {
+                let block = block(&tensor.spec.name).filter(|block| *block < config.layers);
+                block.is_none_or(|block| (block < self.blocks_done) == (at < self.sums.len()))
+            });
+        match agree {
+            true => Ok(()),
+            false => Err(Error::resume(
+                format!("{JOURNAL} does not say how far the run had come; another program changed it"),
+                face::START_ANEW,
             )),
         }
     }

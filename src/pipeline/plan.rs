@@ -849,7 +849,7 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
     Err(Error::options(
         format!(
             "the run needs about {} of memory, {} is allowed",
-            human_bytes(needed(plan)),
+            enough_bytes(needed(plan)),
             human_bytes(options.max_memory)
         ),
         advice,
@@ -858,14 +858,27 @@ fn fit_memory(plan: &mut Plan, options: &PlanOptions, device: &Device) -> Result
 
 /// For people: `1.5 GB`, powers of 1000 as disks are sold.
 pub fn human_bytes(bytes: u64) -> String {
-    let mut value = bytes as f64;
-    for unit in ["B", "kB", "MB", "GB"] {
-        if value < 1000.0 {
-            return if unit == "B" { format!("{value:.0} B") } else { format!("{value:.1} {unit}") };
-        }
-        value /= 1000.0;
+    in_units(bytes, f64::round)
+}
+
+/// The same rounded up: who gives what it says gives enough.
+fn enough_bytes(bytes: u64) -> String {
+    in_units(bytes, f64::ceil)
+}
+
+/// With one decimal, `tenths` being rounded.
+fn in_units(bytes: u64, tenths: fn(f64) -> f64) -> String {
+    if bytes < 1000 {
+        return format!("{bytes} B");
     }
-    format!("{value:.1} TB")
+    let (mut unit, mut size) = ("kB", 1000);
+    for larger in ["MB", "GB", "TB"] {
+        if bytes / size < 1000 {
+            break;
+        }
+        (unit, size) = (larger, size * 1000);
+    }
+    format!("{:.1} {unit}", tenths(bytes as f64 / (size / 10) as f64) / 10.0)
 }
 
 impl Plan {
@@ -941,6 +954,21 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn sizes_are_told_to_the_nearest_tenth_and_needs_to_the_next() {
+        for (bytes, nearest, enough) in [
+            (999, "999 B", "999 B"),
+            (1_000, "1.0 kB", "1.0 kB"),
+            (258_200_000, "258.2 MB", "258.2 MB"),
+            (258_200_001, "258.2 MB", "258.3 MB"),
+            (258_299_999, "258.3 MB", "258.3 MB"),
+            (1_234_567_890, "1.2 GB", "1.3 GB"),
+            (2_000_000_000_000_000, "2000.0 TB", "2000.0 TB"),
+        ] {
+            assert_eq!((human_bytes(bytes).as_str(), enough_bytes(bytes).as_str()), (nearest, enough));
+        }
+    }
 
     #[test]
     fn shapes_that_the_kernels_cannot_take_are_refused_before_the_work() {

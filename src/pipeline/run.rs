@@ -65,6 +65,7 @@ pub async fn run(
     let journal = if options.resume { Journal::read(sink.as_ref()).await? } else { None };
     if let Some(journal) = &journal {
         journal.check(&inputs)?;
+        journal.check_progress(&plan.layout, &plan.config)?;
     }
     let mut clock = Clock::default();
     let measuring = plan.measuring_seconds.filter(|_| journal.is_none());
