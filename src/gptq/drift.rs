@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernels::add::add_scaled;
 use crate::kernels::embedding::gather;
-use crate::kernels::gemm::{Mat, Scaling, Target, gemm};
+use crate::kernels::gemm::{Mat, Scaling, Target, gemm, gemm_rounded};
 use crate::kernels::symmetric::{PANEL, SymmetricPanels, add_product, reordered};
 use crate::tensor::{Elem, Tensor};
 
@@ -71,7 +71,7 @@ impl Drift {
                 let mut first = 0;
                 for panel in panels {
                     let part = a.part(0, first, tokens, panel.rows());
-                    gemm(Target::of(panel), part.t(), b, scaling, None)?;
+                    gemm_rounded(Target::of(panel), part.t(), b, scaling, None)?;
                     first += panel.rows();
                 }
             }

@@ -219,6 +219,7 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             bias: None,
             lower: false,
             parallel: false,
+            rounded: false,
         };
         matmul(&mut scores, keys, scored);
         for (at, (scores, sum)) in scores.chunks_mut(keys).zip(&mut sums).enumerate() {
@@ -242,6 +243,7 @@ fn attend(out: &mut [f32], q: &[f32], k: &[f32], v: &[f32], shape: &Attention, f
             bias: None,
             lower: false,
             parallel: false,
+            rounded: false,
         };
         matmul(&mut mixtures, head_dim, mixed);
         for (at, (mixed, sum)) in mixtures.chunks_exact(head_dim).zip(&sums).enumerate() {

@@ -5,6 +5,7 @@
 //! weight as stored in a checkpoint, f16 or bf16; products and sums are f32.
 
 use super::matmul::{Product, Strided, Values, matmul};
+use super::pairs;
 use crate::device::{Device, Gpu};
 use crate::error::{Error, Result};
 use crate::tensor::{Elem, Host, Tensor};
@@ -95,7 +96,26 @@ impl Scaling {
 /// # Errors
 /// [`Error::Internal`] when shapes, element types or devices do not fit.
 pub fn gemm(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Result<()> {
-    product(c, a, b, scaling, bias, false)
+    product(c, a, b, scaling, bias, Form::Whole)
+}
+
+/// The same, but where the device multiplies pairs of bf16 faster (see [`pairs`]), A and B, f32 or bf16, are
+/// rounded to that. For what is only aimed at: no model's outputs are made of it.
+///
+/// # Errors
+/// As [`gemm`].
+pub fn gemm_rounded(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>) -> Result<()> {
+    product(c, a, b, scaling, bias, Form::Rounded)
+}
+
+/// What a product may leave away.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    Whole,
+    /// Bits of its operands.
+    Rounded,
+    /// Outputs above the diagonal of C.
+    Lower,
 }
 
 /// A panel of a Gram matrix, as the Hessian is stored: C = α·X[:, c0..]ᵀ·X[:, c0..c0+w] + β·C for
@@ -112,11 +132,10 @@ pub fn syrk_panel(panel: &mut Tensor, x: &Tensor, c0: usize, scaling: Scaling) -
     }
     let a = Mat::of(x).part(0, c0, tokens, n - c0).t();
     let b = Mat::of(x).part(0, c0, tokens, width);
-    product(Target::of(panel), a, b, scaling, None, true)
+    product(Target::of(panel), a, b, scaling, None, Form::Lower)
 }
 
-/// `lower`: outputs above the diagonal of C need not be computed.
-fn product(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower: bool) -> Result<()> {
+fn product(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, form: Form) -> Result<()> {
     a.check("A")?;
     b.check("B")?;
     let (m, n, k) = (a.rows, b.cols, a.cols);
@@ -138,8 +157,8 @@ fn product(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, l
         return Ok(());
     }
     match device {
-        Device::Cpu => cpu(c, a, b, scaling, bias, lower),
-        Device::Gpu(gpu) => gpu::gemm(&gpu, c, a, b, scaling, bias, lower),
+        Device::Cpu => cpu(c, a, b, scaling, bias, form),
+        Device::Gpu(gpu) => gpu::gemm(&gpu, c, a, b, scaling, bias, form == Form::Lower),
     }
 }
 
@@ -166,7 +185,7 @@ pub fn force(gpu: &Gpu, index: usize) {
 /// The name under which [`Gpu::tuned`](crate::device::Gpu::tuned) keeps the chosen variant.
 const CHOICE: &str = "gemm";
 
-fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower: bool) -> Result<()> {
+fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, form: Form) -> Result<()> {
     let product = Product {
         m: a.rows,
         n: b.cols,
@@ -176,8 +195,9 @@ fn cpu(c: Target, a: Mat, b: Mat, scaling: Scaling, bias: Option<&Tensor>, lower
         alpha: scaling.alpha,
         beta: scaling.beta,
         bias: bias.map(Tensor::f32s).transpose()?,
-        lower,
+        lower: form == Form::Lower,
         parallel: true,
+        rounded: form == Form::Rounded && pairs::faster(),
     };
     matmul(&mut c.tensor.f32s_mut()?[c.offset..], c.ld, product);
     Ok(())

@@ -12,6 +12,7 @@ use std::ops::Range;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
+use super::pairs;
 use super::parallel::{for_chunks, threads};
 use super::qmatmul::cpu as packed;
 use super::simd::{multiversion, prefetch};
@@ -71,6 +72,15 @@ pub struct Product<'a> {
     pub lower: bool,
     /// Use all threads; otherwise the calling one only.
     pub parallel: bool,
+    /// Multiply floats, or both sides rounded as [`pairs`] has it; codes are not rounded.
+    pub rounded: bool,
+}
+
+impl Product<'_> {
+    /// What a strip has along the depth: floats or pairs.
+    fn steps(&self) -> usize {
+        if self.rounded { self.k.div_ceil(2) } else { self.k }
+    }
 }
 
 /// Depth of a packed panel: a strip of A then stays in the first-level cache, what is left of it is
@@ -89,7 +99,7 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
     if m == 0 || n == 0 {
         return;
     }
-    let kernel = Kernel::best(n);
+    let kernel = if product.rounded { pairs::kernel(n) } else { Kernel::best(n) };
     let c = &mut c[..(m - 1) * ldc + n];
     if k == 0 {
         let nothing = vec![0.0; n];
@@ -98,13 +108,14 @@ pub fn matmul(c: &mut [f32], ldc: usize, product: Product) {
         }
         return;
     }
-    let depth = k.div_ceil(k.div_ceil(KC));
+    let steps = product.steps();
+    let depth = steps.div_ceil(steps.div_ceil(KC));
     let rows = task_rows(m, kernel.mr, product.parallel);
-    let nc = NC.min(PACKED / k).max(1).next_multiple_of(kernel.nr);
-    let mut b_panel = host::take(k * nc.min(n.next_multiple_of(kernel.nr)));
+    let nc = NC.min(PACKED / steps).max(1).next_multiple_of(kernel.nr);
+    let mut b_panel = host::take(steps * nc.min(n.next_multiple_of(kernel.nr)));
     for jc in (0..n).step_by(nc) {
         let columns = jc..n.min(jc + nc);
-        let b_panel = &mut b_panel[..columns.len().next_multiple_of(kernel.nr) * k];
+        let b_panel = &mut b_panel[..columns.len().next_multiple_of(kernel.nr) * steps];
         pack_b(b_panel, kernel.nr, depth, product, columns.clone());
         let b_panel = &*b_panel;
         let task = |index: usize, c: &mut [f32]| {
@@ -147,8 +158,9 @@ impl Part<'_> {
         let mut a_panel = Vec::new();
         let mut tile = [0f32; MAX_TILE];
         let mut b_rest = b_panel;
-        for pc in (0..self.product.k).step_by(self.depth) {
-            let kc = self.depth.min(self.product.k - pc);
+        let steps = self.product.steps();
+        for pc in (0..steps).step_by(self.depth) {
+            let kc = self.depth.min(steps - pc);
             let b_part;
             (b_part, b_rest) = b_rest.split_at(strips * nr * kc);
             pack_a(&mut a_panel, mr, self.product, self.rows.clone(), pc..pc + kc);
@@ -225,8 +237,9 @@ fn pack_b(panel: &mut [f32], nr: usize, depth: usize, product: Product, columns:
     let strips = columns.len().div_ceil(nr);
     let mut parts = Vec::new();
     let mut rest = panel;
-    for pc in (0..product.k).step_by(depth) {
-        let kc = depth.min(product.k - pc);
+    let steps = product.steps();
+    for pc in (0..steps).step_by(depth) {
+        let kc = depth.min(steps - pc);
         let part;
         (part, rest) = rest.split_at_mut(strips * nr * kc);
         parts.extend(part.chunks_mut(nr * kc).enumerate().map(|(strip, out)| (strip, pc..pc + kc, out)));
@@ -234,7 +247,11 @@ fn pack_b(panel: &mut [f32], nr: usize, depth: usize, product: Product, columns:
     let pack = |_, parts: &mut [(usize, Range<usize>, &mut [f32])]| {
         for (strip, depth, out) in parts {
             let from = columns.start + *strip * nr;
-            pack_strip(out, nr, product.b.t(), from..columns.end.min(from + nr), depth.clone());
+            let lanes = from..columns.end.min(from + nr);
+            match product.rounded {
+                true => pairs::pack_strip(out, nr, product.b.t(), lanes, depth.clone(), product.k),
+                false => pack_strip(out, nr, product.b.t(), lanes, depth.clone()),
+            }
         }
     };
     if product.parallel {
@@ -249,12 +266,19 @@ fn pack_a(panel: &mut Vec<f32>, mr: usize, product: Product, rows: Range<usize>,
     let kc = depth.len();
     panel.resize(rows.len().div_ceil(mr) * mr * kc, 0.0);
     if let (1, Values::F32(values)) = (product.a.row, product.a.values) {
-        pack_lines(panel, mr, values, product.a.col, rows, depth);
+        match product.rounded {
+            true => pairs::pack_lines(panel, mr, values, product.a.col, rows, depth, product.k),
+            false => pack_lines(panel, mr, values, product.a.col, rows, depth),
+        }
         return;
     }
     for (strip, out) in panel.chunks_exact_mut(mr * kc).enumerate() {
         let from = rows.start + strip * mr;
-        pack_strip(out, mr, product.a, from..rows.end.min(from + mr), depth.clone());
+        let lanes = from..rows.end.min(from + mr);
+        match product.rounded {
+            true => pairs::pack_strip(out, mr, product.a, lanes, depth.clone(), product.k),
+            false => pack_strip(out, mr, product.a, lanes, depth.clone()),
+        }
     }
 }
 
@@ -301,18 +325,28 @@ multiversion! {
         }
         #[cfg(target_arch = "x86_64")]
         if source.col == 1
-            && lanes.len().is_multiple_of(SIDE)
+            && lanes.len() >= SIDE
             && depth.len().is_multiple_of(SIDE)
             && is_x86_feature_detected!("avx2")
         {
-            let from = lanes.start * source.row + depth.start;
-            let end = if lanes.is_empty() { from } else { from + (lanes.len() - 1) * source.row + depth.len() };
-            let shape = (lanes.len(), depth.len());
-            // SAFETY: the processor has AVX2; `end` bounds what is read, `out` has `width` floats a step.
-            match source.values {
-                Values::F32(v) => return unsafe { x86::turn_f32(out, width, &v[from..end], source.row, shape) },
-                Values::BF16(v) => return unsafe { x86::turn_bf16(out, width, &v[from..end], source.row, shape) },
-                Values::F16(_) | Values::Packed(_) => {}
+            let (row, steps) = (source.row, depth.len());
+            let end = (lanes.end - 1) * row + depth.end;
+            // Whole squares from the first lane on, and where some lanes are left, the last square.
+            let whole = lanes.len() / SIDE * SIDE;
+            let rest = (whole < lanes.len()).then_some((lanes.len() - SIDE, SIDE));
+            for (skipped, count) in [Some((0, whole)), rest].into_iter().flatten() {
+                let from = (lanes.start + skipped) * row + depth.start;
+                let out = &mut out[skipped..];
+                // SAFETY: the processor has AVX2; `end` bounds what is read, `out` has `width` floats a step
+                // but for those skipped.
+                match source.values {
+                    Values::F32(v) => unsafe { x86::turn_f32(out, width, &v[from..end], row, (count, steps)) },
+                    Values::BF16(v) => unsafe { x86::turn_bf16(out, width, &v[from..end], row, (count, steps)) },
+                    Values::F16(_) | Values::Packed(_) => {}
+                }
+            }
+            if matches!(source.values, Values::F32(_) | Values::BF16(_)) {
+                return;
             }
         }
         match source.values {
@@ -391,14 +425,14 @@ fn copy_strip(
 /// Side of the squares that are turned around at a time.
 const SIDE: usize = 8;
 
-const MAX_TILE: usize = 12 * 32;
+pub(super) const MAX_TILE: usize = 12 * 32;
 
 /// A register tile: `mr` rows by `nr` columns.
 #[derive(Clone, Copy)]
-struct Kernel {
-    mr: usize,
-    nr: usize,
-    run: fn(usize, &[f32], &[f32], &mut [f32; MAX_TILE]),
+pub(super) struct Kernel {
+    pub mr: usize,
+    pub nr: usize,
+    pub run: fn(usize, &[f32], &[f32], &mut [f32; MAX_TILE]),
 }
 
 impl Kernel {
@@ -451,7 +485,7 @@ fn plain(_kc: usize, a: &[f32], b: &[f32], tile: &mut [f32; MAX_TILE]) {
 }
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
+pub(super) mod x86 {
     use std::arch::x86_64::*;
 
     use half::bf16;
@@ -461,8 +495,8 @@ mod x86 {
     /// out[p][l] = source[l][p] for shape = (lanes, steps), both multiples of 8.
     ///
     /// # Safety
-    /// `source` holds `lanes` rows that start `row` apart, `out` at least `width` ≥ `lanes` floats for
-    /// each step.
+    /// `source` holds `lanes` rows that start `row` apart, `out` at least `lanes` floats every `width` for each
+    /// step.
     #[target_feature(enable = "avx2")]
     pub unsafe fn turn_f32(out: &mut [f32], width: usize, source: &[f32], row: usize, shape: (usize, usize)) {
         // SAFETY: passed on.
@@ -491,9 +525,12 @@ mod x86 {
     }
 
     /// Squares of eight by eight: pairs of rows are interleaved by elements, by pairs and by halves.
+    ///
+    /// # Safety
+    /// As for [`turn_f32`], in elements of `source` as `load` makes eight floats of them.
     #[target_feature(enable = "avx2")]
     #[inline]
-    unsafe fn turn<T>(
+    pub unsafe fn turn<T>(
         out: &mut [f32],
         width: usize,
         source: &[T],
@@ -501,7 +538,7 @@ mod x86 {
         (lanes, steps): (usize, usize),
         load: impl Fn(*const T) -> __m256,
     ) {
-        debug_assert!(lanes <= width && steps * width <= out.len());
+        debug_assert!(lanes <= width && (steps == 0 || (steps - 1) * width + lanes <= out.len()));
         for lane in (0..lanes).step_by(8) {
             for step in (0..steps).step_by(8) {
                 let mut r = [_mm256_setzero_ps(); 8];
@@ -660,6 +697,7 @@ mod tests {
                 bias: Some(&bias),
                 lower: false,
                 parallel: true,
+                rounded: false,
             };
             matmul(&mut c, ldc, product);
             // The second time with A stored the other way round.
@@ -692,6 +730,7 @@ mod tests {
             bias: None,
             lower: true,
             parallel: true,
+            rounded: false,
         };
         let (mut one, mut many) = (vec![0f32; m * m], vec![0f32; m * m]);
         matmul(&mut one, m, Product { parallel: false, lower: false, ..product });

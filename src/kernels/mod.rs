@@ -25,6 +25,7 @@ pub mod layernorm;
 pub mod magnitude;
 pub mod matmul;
 pub mod norm;
+pub mod pairs;
 mod parallel;
 pub mod peak;
 pub mod penalize;

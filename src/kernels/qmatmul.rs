@@ -70,6 +70,7 @@ fn on_cpu(y: Target, x: &Tensor, w: &Packed, bias: Option<&Tensor>, add: bool) -
         bias: bias.map(Tensor::f32s).transpose()?,
         lower: false,
         parallel: true,
+        rounded: false,
     };
     matmul(&mut y.tensor.f32s_mut()?[y.offset..], y.ld, product);
     Ok(())

@@ -170,6 +170,12 @@ impl Block {
         })
     }
 
+    /// The block of a model that is only compared with, in less time; see [`Linear::rounded`].
+    pub fn rounded(mut self) -> Self {
+        self.linears = self.linears.into_iter().map(|(module, linear)| (module, linear.rounded())).collect();
+        self
+    }
+
     /// Adds a linear layer.
     pub fn set_linear(&mut self, spec: &LinearSpec, linear: Linear) {
         self.linears.insert(spec.module.clone(), linear);

@@ -45,7 +45,7 @@ impl Run<'_> {
         let calibrated = plan.scheme.needs_inputs();
         let mut block = Block::without_linears(&plan.config, layer, &scaled.weights, self.device).await?;
         let mut original = match original {
-            Some(flows) => Some((Block::load(&plan.config, layer, self.stored, self.device).await?, flows)),
+            Some(flows) => Some((self.original(layer).await?, flows)),
             None => None,
         };
         let stages = stages(&plan.config, layer);
@@ -98,6 +98,11 @@ impl Run<'_> {
             }
         }
         Ok(())
+    }
+
+    /// A block of the original model beside the quantized one.
+    pub(super) async fn original(&self, layer: usize) -> Result<Block> {
+        Ok(Block::load(&self.plan.config, layer, self.stored, self.device).await?.rounded())
     }
 
     /// Brings every micro-batch to a section with experts, and counts the tokens that each branch sees of

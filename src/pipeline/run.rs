@@ -224,7 +224,7 @@ impl Run<'_> {
             self.whole_block(layer, &block, flows).await?;
             if let Some(original) = original {
                 drop(block);
-                let block = Block::load(&self.plan.config, layer, self.stored, self.device).await?;
+                let block = self.original(layer).await?;
                 self.whole_block(layer, &block, original).await?;
             }
         }
