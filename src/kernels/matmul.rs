@@ -588,49 +588,59 @@ pub(super) mod x86 {
         unsafe { avx512_tile::<8, 3>(kc, a.as_ptr(), b.as_ptr(), tile.as_mut_ptr()) }
     }
 
-    /// A tile of `MR` rows and `VECTORS` times 16 columns.
-    #[target_feature(enable = "avx512f")]
-    #[inline]
-    unsafe fn avx512_tile<const MR: usize, const VECTORS: usize>(
-        kc: usize,
-        a: *const f32,
-        b: *const f32,
-        tile: *mut f32,
-    ) {
-        let mut sums = [[_mm512_setzero_ps(); VECTORS]; MR];
-        let step = |p: usize, sums: &mut [[__m512; VECTORS]; MR]| {
-            // SAFETY: the caller has `kc` steps of both.
-            unsafe {
-                let (a, b) = (a.add(p * MR), b.add(p * VECTORS * 16));
-                let mut columns = [_mm512_setzero_ps(); VECTORS];
-                for (v, column) in columns.iter_mut().enumerate() {
-                    *column = _mm512_loadu_ps(b.add(16 * v));
+    /// Defines `$name`, a tile of `MR` rows and `VECTORS` times 16 columns, for processors with `$features`:
+    /// `$multiply` adds the product of two vectors to a third.
+    macro_rules! register_tile {
+        ($name:ident, $features:literal, $multiply:expr) => {
+            /// # Safety
+            /// `a` holds `MR` and `b` 16 · `VECTORS` floats for each of `kc` steps, `tile` their products.
+            #[target_feature(enable = $features)]
+            #[inline]
+            unsafe fn $name<const MR: usize, const VECTORS: usize>(
+                kc: usize,
+                a: *const f32,
+                b: *const f32,
+                tile: *mut f32,
+            ) {
+                let mut sums = [[_mm512_setzero_ps(); VECTORS]; MR];
+                let step = |p: usize, sums: &mut [[__m512; VECTORS]; MR]| {
+                    // SAFETY: the caller has `kc` steps of both.
+                    unsafe {
+                        let (a, b) = (a.add(p * MR), b.add(p * VECTORS * 16));
+                        let mut columns = [_mm512_setzero_ps(); VECTORS];
+                        for (v, column) in columns.iter_mut().enumerate() {
+                            *column = _mm512_loadu_ps(b.add(16 * v));
+                        }
+                        for (i, row) in sums.iter_mut().enumerate() {
+                            let x = _mm512_set1_ps(*a.add(i));
+                            for (sum, column) in row.iter_mut().zip(columns) {
+                                *sum = $multiply(x, column, *sum);
+                            }
+                        }
+                    }
+                };
+                // Four steps a turn: the loop's own work is then small beside theirs.
+                let whole = kc / 4 * 4;
+                for p in (0..whole).step_by(4) {
+                    for q in 0..4 {
+                        step(p + q, &mut sums);
+                    }
                 }
-                for (i, row) in sums.iter_mut().enumerate() {
-                    let x = _mm512_set1_ps(*a.add(i));
-                    for (sum, column) in row.iter_mut().zip(columns) {
-                        *sum = _mm512_fmadd_ps(x, column, *sum);
+                for p in whole..kc {
+                    step(p, &mut sums);
+                }
+                for (i, row) in sums.into_iter().enumerate() {
+                    for (v, sum) in row.into_iter().enumerate() {
+                        // SAFETY: the tile holds MR · VECTORS · 16 floats.
+                        unsafe { _mm512_storeu_ps(tile.add((i * VECTORS + v) * 16), sum) };
                     }
                 }
             }
         };
-        // Four steps a turn: the loop's own work is then small beside theirs.
-        let whole = kc / 4 * 4;
-        for p in (0..whole).step_by(4) {
-            for q in 0..4 {
-                step(p + q, &mut sums);
-            }
-        }
-        for p in whole..kc {
-            step(p, &mut sums);
-        }
-        for (i, row) in sums.into_iter().enumerate() {
-            for (v, sum) in row.into_iter().enumerate() {
-                // SAFETY: the tile holds MR · VECTORS · 16 floats.
-                unsafe { _mm512_storeu_ps(tile.add((i * VECTORS + v) * 16), sum) };
-            }
-        }
     }
+    pub(in crate::kernels) use register_tile;
+
+    register_tile!(avx512_tile, "avx512f", _mm512_fmadd_ps);
 
     /// # Safety
     /// `a` holds 6 and `b` 16 floats for each of `kc` steps.

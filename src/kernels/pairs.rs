@@ -182,7 +182,7 @@ mod x86 {
 
     use half::bf16;
 
-    use super::super::matmul::x86::turn;
+    use super::super::matmul::x86::{register_tile, turn};
     use super::MAX_TILE;
 
     /// `source` are pairs along rows that start `row` pairs apart.
@@ -248,49 +248,16 @@ mod x86 {
         unsafe { pairs_tile::<8, 2>(kc, a.as_ptr(), b.as_ptr(), tile.as_mut_ptr()) }
     }
 
-    /// A tile of `MR` rows and `VECTORS` times 16 columns.
+    /// sum + x·column, by pairs.
     #[target_feature(enable = "avx512f,avx512bf16")]
     #[inline]
-    unsafe fn pairs_tile<const MR: usize, const VECTORS: usize>(
-        kc: usize,
-        a: *const f32,
-        b: *const f32,
-        tile: *mut f32,
-    ) {
-        let mut sums = [[_mm512_setzero_ps(); VECTORS]; MR];
-        let step = |p: usize, sums: &mut [[__m512; VECTORS]; MR]| {
-            // SAFETY: the caller has `kc` steps of both; pairs are 32 bits of any kind.
-            unsafe {
-                let (a, b) = (a.add(p * MR), b.add(p * VECTORS * 16));
-                let pairs = |x: __m512| std::mem::transmute::<__m512, __m512bh>(x);
-                let mut columns = [_mm512_setzero_ps(); VECTORS];
-                for (v, column) in columns.iter_mut().enumerate() {
-                    *column = _mm512_loadu_ps(b.add(16 * v));
-                }
-                for (i, row) in sums.iter_mut().enumerate() {
-                    let x = _mm512_set1_ps(*a.add(i));
-                    for (sum, column) in row.iter_mut().zip(columns) {
-                        *sum = _mm512_dpbf16_ps(*sum, pairs(x), pairs(column));
-                    }
-                }
-            }
-        };
-        let whole = kc / 4 * 4;
-        for p in (0..whole).step_by(4) {
-            for q in 0..4 {
-                step(p + q, &mut sums);
-            }
-        }
-        for p in whole..kc {
-            step(p, &mut sums);
-        }
-        for (i, row) in sums.into_iter().enumerate() {
-            for (v, sum) in row.into_iter().enumerate() {
-                // SAFETY: the tile holds MR · VECTORS · 16 floats.
-                unsafe { _mm512_storeu_ps(tile.add((i * VECTORS + v) * 16), sum) };
-            }
-        }
+    fn multiply(x: __m512, column: __m512, sum: __m512) -> __m512 {
+        // SAFETY: a pair is 32 bits of any kind.
+        let pairs = |x: __m512| unsafe { std::mem::transmute::<__m512, __m512bh>(x) };
+        _mm512_dpbf16_ps(sum, pairs(x), pairs(column))
     }
+
+    register_tile!(pairs_tile, "avx512f,avx512bf16", multiply);
 }
 
 #[cfg(test)]
